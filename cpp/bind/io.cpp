@@ -1,0 +1,320 @@
+// Python's view of engines, swap files, transfers and the pipeline. Every wait lets other Python threads run.
+#include "io/channel.h"
+
+#include <pthread.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+
+#include "io/faults.h"
+#include "io/threads.h"
+#include "io/uring.h"
+#include "pipeline/pipeline.h"
+
+namespace py = pybind11;
+
+namespace offload {
+
+namespace {
+
+using io::Channel;
+using io::Engine;
+using io::File;
+using io::Transfer;
+
+// Python objects whose transfers are done. I/O threads never take the interpreter's lock: they leave the objects here
+// and a Python thread lets go of them, at its next call here or when the interpreter next looks for pending work.
+class Graveyard {
+ public:
+  static Graveyard& get() {
+    static auto* const grounds = new Graveyard;  // I/O threads may outlive static destruction
+    return *grounds;
+  }
+
+  std::shared_ptr<void> keep(py::object object) {
+    if (object.is_none()) return nullptr;
+    return std::shared_ptr<void>(object.release().ptr(), [](void* kept) { get().bury(static_cast<PyObject*>(kept)); });
+  }
+
+  void clear() {
+    std::vector<PyObject*> gone;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      gone.swap(objects_);
+      scheduled_ = false;
+    }
+    for (PyObject* object : gone) Py_DECREF(object);
+  }
+
+  void close() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    open_ = false;
+  }
+
+ private:
+  Graveyard() {
+    ::pthread_atfork([] { get().mutex_.lock(); }, [] { get().mutex_.unlock(); }, [] { get().mutex_.unlock(); });
+  }
+
+  void bury(PyObject* object) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    objects_.push_back(object);
+    if (!open_ || scheduled_) return;
+    const auto later = [](void*) {
+      get().clear();
+      return 0;
+    };
+    scheduled_ = Py_AddPendingCall(later, nullptr) == 0;
+  }
+
+  std::mutex mutex_;
+  std::vector<PyObject*> objects_;
+  bool scheduled_ = false;
+  bool open_ = true;
+};
+
+// Calls `reached(limit)` until it is true, letting other threads run and signals (Ctrl-C) through.
+template <class F>
+void wait_until(F reached) {
+  while (true) {
+    bool done = false;
+    {
+      const py::gil_scoped_release release;
+      done = reached(std::chrono::milliseconds(100));
+    }
+    if (done) break;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+  Graveyard::get().clear();
+}
+
+// Destroying an engine or a pipeline waits for its work.
+template <class T>
+std::shared_ptr<T> owned(T* raw) {
+  return std::shared_ptr<T>(raw, [](T* object) {
+    if (PyGILState_Check()) {
+      const py::gil_scoped_release release;
+      discard(object);
+    } else {
+      discard(object);
+    }
+  });
+}
+
+std::shared_ptr<Engine> make_engine(const std::string& kind, unsigned queue_depth, uint64_t block,
+                                    const py::kwargs& faults) {
+  const io::EngineOptions options{queue_depth, block};
+  if (kind != "faults" && faults.size() != 0) throw std::invalid_argument("faults are for the engine \"faults\"");
+  if (kind == "io_uring") return owned<Engine>(io::make_uring_engine(options).release());
+  if (kind == "threads") return owned<Engine>(new io::ThreadEngine(options));
+  if (kind != "faults") throw std::invalid_argument("no engine \"" + kind + "\": io_uring, threads or faults");
+  io::Faults f;
+  for (const auto& [key, value] : faults) {
+    const auto name = key.cast<std::string>();
+    if (name == "seed") {
+      f.seed = value.cast<uint64_t>();
+    } else if (name == "short_rate") {
+      f.short_rate = value.cast<double>();
+    } else if (name == "interrupt_rate") {
+      f.interrupt_rate = value.cast<double>();
+    } else if (name == "delay_rate") {
+      f.delay_rate = value.cast<double>();
+    } else if (name == "delay_us_max") {
+      f.delay_us_max = value.cast<unsigned>();
+    } else if (name == "read_errno") {
+      f.read_errno = value.cast<int>();
+    } else if (name == "write_errno") {
+      f.write_errno = value.cast<int>();
+    } else if (name == "bad_begin") {
+      f.bad_begin = value.cast<uint64_t>();
+    } else if (name == "bad_end") {
+      f.bad_end = value.cast<uint64_t>();
+    } else {
+      throw std::invalid_argument("no fault \"" + name + "\"");
+    }
+  }
+  return owned<Engine>(new io::FaultEngine(options, f));
+}
+
+io::FaultEngine& faulty(Engine& engine) {
+  auto* const faults = dynamic_cast<io::FaultEngine*>(&engine);
+  if (faults == nullptr) throw std::invalid_argument("only the engine \"faults\" can be held");
+  return *faults;
+}
+
+std::shared_ptr<Transfer> move(const Channel& channel, bool write, uint64_t offset, uintptr_t address, uint64_t nbytes,
+                               py::object keep) {
+  Graveyard::get().clear();
+  auto kept = Graveyard::get().keep(std::move(keep));
+  const py::gil_scoped_release release;
+  return channel.engine->submit(channel.file, write, offset, reinterpret_cast<void*>(address), nbytes, std::move(kept));
+}
+
+void bind_engine(py::module_& m) {
+  py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine", "Asynchronous file I/O: io_uring, threads, or faults (tests).")
+      .def(py::init(&make_engine), py::arg("kind"), py::arg("queue_depth") = 32, py::arg("block") = 1 << 20)
+      .def_property_readonly("kind", &Engine::kind)
+      .def_property_readonly("queue_depth", [](const Engine& e) { return e.options().queue_depth; })
+      .def_property_readonly("block", [](const Engine& e) { return e.options().block_bytes; })
+      .def("counters",
+           [](const Engine& e) {
+             const io::Counters c = e.counters();
+             py::dict out;
+             out["bytes_read"] = c.bytes_read;
+             out["bytes_written"] = c.bytes_written;
+             out["requests"] = c.requests;
+             return out;
+           })
+      .def("drain", &Engine::drain, py::call_guard<py::gil_scoped_release>())
+      .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
+      .def("hold", [](Engine& e) { faulty(e).hold(); })
+      .def("release", [](Engine& e) { faulty(e).release(); });
+}
+
+void bind_file(py::module_& m) {
+  py::class_<Transfer, std::shared_ptr<Transfer>>(m, "Transfer", "One submitted move; owns its buffer until it is done.")
+      .def("wait", [](Transfer& t) { wait_until([&t](auto limit) { return t.wait_for(limit); }); },
+           "Returns when the transfer is done; raises its SwapError, at every call, if it failed.")
+      .def_property_readonly("done", &Transfer::done)
+      .def_property_readonly("offset", &Transfer::offset)
+      .def_property_readonly("nbytes", &Transfer::nbytes);
+
+  py::class_<Channel>(m, "File", "A swap file served by an engine. Addresses are integers; `keep` lives till the transfer is done.")
+      .def(py::init([](std::shared_ptr<Engine> engine, const std::string& path, uint64_t nbytes, bool direct) {
+             const py::gil_scoped_release release;
+             return Channel{std::move(engine), std::make_shared<File>(path, nbytes, direct)};
+           }),
+           py::arg("engine"), py::arg("path"), py::arg("nbytes"), py::arg("direct") = true)
+      .def("read",
+           [](const Channel& c, uint64_t offset, uintptr_t address, uint64_t nbytes, py::object keep) {
+             return move(c, false, offset, address, nbytes, std::move(keep));
+           },
+           py::arg("offset"), py::arg("address"), py::arg("nbytes"), py::arg("keep") = py::none())
+      .def("write",
+           [](const Channel& c, uint64_t offset, uintptr_t address, uint64_t nbytes, py::object keep) {
+             return move(c, true, offset, address, nbytes, std::move(keep));
+           },
+           py::arg("offset"), py::arg("address"), py::arg("nbytes"), py::arg("keep") = py::none())
+      .def("grow", [](const Channel& c, uint64_t nbytes) { c.file->grow(nbytes); }, py::arg("nbytes"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("sync", [](const Channel& c) { c.file->sync(); }, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("path", [](const Channel& c) { return c.file->path(); })
+      .def_property_readonly("nbytes", [](const Channel& c) { return c.file->size(); })
+      .def_property_readonly("direct", [](const Channel& c) { return c.file->direct(); })
+      .def_property_readonly("refusal", [](const Channel& c) { return c.file->direct_refusal(); })
+      .def_property_readonly("block_bytes", [](const Channel& c) { return c.file->block_bytes(); })
+      .def_property_readonly("memory_align", [](const Channel& c) { return c.file->memory_align(); });
+}
+
+using MoveTuple = std::tuple<Channel, uint64_t, uint64_t, uint64_t>;
+using PlaceTuple = std::pair<int, uint64_t>;
+using SegmentTuple = std::tuple<size_t, uint64_t, PlaceTuple, PlaceTuple, PlaceTuple, PlaceTuple, PlaceTuple>;
+
+std::vector<Move> moves_of(const std::vector<MoveTuple>& tuples) {
+  std::vector<Move> moves;
+  moves.reserve(tuples.size());
+  for (const auto& [channel, file_offset, frame_offset, nbytes] : tuples) {
+    moves.push_back({channel, file_offset, frame_offset, nbytes});
+  }
+  return moves;
+}
+
+Place place_of(const PlaceTuple& pair) {
+  if (pair.first < -1 || pair.first > 1) throw std::invalid_argument("base is 0 (address), 1 (frame) or -1 (absent)");
+  return {static_cast<Base>(pair.first), pair.second};
+}
+
+Dtype dtype_of(int code) {
+  if (code < 0 || code > 2) throw std::invalid_argument("no dtype " + std::to_string(code));
+  return static_cast<Dtype>(code);
+}
+
+size_t add_job(Pipeline& pipeline, const std::vector<MoveTuple>& reads, const std::vector<SegmentTuple>& segments,
+               const std::vector<MoveTuple>& writes, int grad_dtype, int out_dtype) {
+  Job job;
+  job.reads = moves_of(reads);
+  job.writes = moves_of(writes);
+  job.segments.reserve(segments.size());
+  for (const auto& [hyper, n, master, grad, exp_avg, exp_avg_sq, out] : segments) {
+    job.segments.push_back(
+        {hyper, n, place_of(master), place_of(grad), place_of(exp_avg), place_of(exp_avg_sq), place_of(out)});
+  }
+  job.grad_dtype = dtype_of(grad_dtype);
+  job.out_dtype = dtype_of(out_dtype);
+  return pipeline.add_job(std::move(job));
+}
+
+std::shared_ptr<Batch> submit(Pipeline& pipeline, const std::vector<size_t>& jobs, const py::buffer& hyper,
+                              bool refresh) {
+  const py::buffer_info info = hyper.request();
+  if (info.itemsize != sizeof(Hyper) || info.ndim != 1 || (info.size > 1 && info.strides[0] != sizeof(Hyper))) {
+    throw std::invalid_argument("hyper must be a contiguous 1-D array of 64-byte records (offload.ops.HYPER)");
+  }
+  std::vector<Hyper> copied(static_cast<size_t>(info.size));
+  if (info.size != 0) std::memcpy(copied.data(), info.ptr, copied.size() * sizeof(Hyper));
+  const py::gil_scoped_release release;
+  return pipeline.submit(jobs, std::move(copied), refresh);
+}
+
+py::dict stats_of(const Batch& batch) {
+  const BatchStats s = batch.stats();
+  py::dict out;
+  out["read_wait"] = s.read_wait_seconds;
+  out["write_wait"] = s.write_wait_seconds;
+  out["compute"] = s.compute_seconds;
+  out["bytes_read"] = s.bytes_read;
+  out["bytes_written"] = s.bytes_written;
+  return out;
+}
+
+void bind_pipeline(py::module_& m) {
+  py::class_<Batch, std::shared_ptr<Batch>>(m, "Batch", "Jobs submitted together.")
+      .def("wait", [](Batch& b) { wait_until([&b](auto limit) { return b.wait_for(limit); }); },
+           "Returns when every job is updated and written; raises the first SwapError.")
+      .def("wait_job",
+           [](Batch& b, size_t index, bool written) {
+             wait_until([&](auto limit) { return b.wait_job_for(index, written, limit); });
+           },
+           py::arg("index"), py::arg("written") = false,
+           "Returns when the index-th job is updated (or written too); raises SwapError if it cannot be.")
+      .def_property_readonly("done", &Batch::done)
+      .def("__len__", &Batch::size)
+      .def("stats", &stats_of, "Seconds read_wait, write_wait, compute; bytes_read, bytes_written.");
+
+  py::class_<Pipeline, std::shared_ptr<Pipeline>>(m, "Pipeline", "Streams chunks: read, update, write back, at once.")
+      .def(py::init([](const std::vector<uintptr_t>& frames, uint64_t frame_bytes, int threads, unsigned group) {
+             std::vector<char*> addresses;
+             for (const uintptr_t frame : frames) addresses.push_back(reinterpret_cast<char*>(frame));
+             return owned(new Pipeline(std::move(addresses), {frame_bytes, threads, group}));
+           }),
+           py::arg("frames"), py::arg("frame_bytes"), py::arg("threads") = 0, py::arg("group") = 0)
+      .def("add_job", &add_job, py::arg("reads"), py::arg("segments"), py::arg("writes"), py::arg("grad_dtype"),
+           py::arg("out_dtype"))
+      .def("submit", &submit, py::arg("jobs"), py::arg("hyper"), py::arg("refresh") = false);
+}
+
+void translate(std::exception_ptr raised) {
+  try {
+    if (raised) std::rethrow_exception(raised);
+  } catch (const io::IoError& error) {
+    const py::object type = py::module_::import("offload.errors").attr("SwapError");
+    const py::object made = type(error.what());
+    if (error.code() != 0) made.attr("errno") = error.code();
+    made.attr("filename") = error.path();
+    PyErr_SetObject(type.ptr(), made.ptr());
+  }
+}
+
+}  // namespace
+
+void bind_io(py::module_& m) {
+  py::register_exception<io::Unavailable>(m, "Unavailable", PyExc_RuntimeError);
+  py::register_exception_translator(&translate);
+  py::module_::import("atexit").attr("register")(py::cpp_function([] { Graveyard::get().close(); }));
+  bind_engine(m);
+  bind_file(m);
+  bind_pipeline(m);
+}
+
+}  // namespace offload

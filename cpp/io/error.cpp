@@ -1,0 +1,46 @@
+#include "io/error.h"
+
+#include <cerrno>
+#include <system_error>
+
+namespace offload::io {
+
+namespace {
+
+const char* errno_name(int code) {
+  switch (code) {
+    case EACCES:
+      return "EACCES";
+    case EAGAIN:
+      return "EAGAIN";
+    case EDQUOT:
+      return "EDQUOT";
+    case EFBIG:
+      return "EFBIG";
+    case EINTR:
+      return "EINTR";
+    case EINVAL:
+      return "EINVAL";
+    case EIO:
+      return "EIO";
+    case ENOENT:
+      return "ENOENT";
+    case ENOSPC:
+      return "ENOSPC";
+    case EPERM:
+      return "EPERM";
+    case EROFS:
+      return "EROFS";
+    default:
+      return nullptr;
+  }
+}
+
+}  // namespace
+
+std::string errno_text(int code) {
+  const char* name = errno_name(code);
+  return std::generic_category().message(code) + " (" + (name ? name : "errno " + std::to_string(code)) + ")";
+}
+
+}  // namespace offload::io

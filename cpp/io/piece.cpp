@@ -1,0 +1,105 @@
+#include "io/piece.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace offload::io {
+
+namespace {
+
+// The kernel may answer "try again"; an answer that never changes is an error, not a hang.
+constexpr unsigned kBarrenAttemptsMax = 1000;
+
+uint64_t round_down(uint64_t value, uint64_t step) { return value / step * step; }
+uint64_t round_up(uint64_t value, uint64_t step) { return round_down(value + step - 1, step); }
+
+void aim_buffered(Piece& piece, bool sync) {
+  piece.direct = piece.bounced = false;
+  piece.fd = piece.transfer->file().buffered_fd();
+  piece.at = piece.data;
+  piece.from = piece.offset;
+  piece.left = piece.nbytes;
+  piece.sync = sync;
+}
+
+Outcome finished(Piece& piece) {
+  if (piece.bounced && !piece.transfer->is_write()) {
+    const uint64_t start = round_down(piece.offset, piece.transfer->file().block_bytes());
+    std::memcpy(piece.data, piece.bounce.data() + (piece.offset - start), piece.nbytes);
+  }
+  return {Step::kDone};
+}
+
+Outcome refused(Piece& piece, int code) {
+  if (code == EINTR || code == EAGAIN || code == ECANCELED) {
+    if (++piece.barren <= kBarrenAttemptsMax) return {Step::kAgain};
+    return {Step::kFailed, code, "again and again"};
+  }
+  if (piece.direct && code == EINVAL) {
+    piece.transfer->file().refuse_direct();
+    aim_buffered(piece, false);
+    return {Step::kAgain};
+  }
+  if (piece.sync && code == EOPNOTSUPP) {
+    piece.sync = false;
+    return {Step::kAgain};
+  }
+  return {Step::kFailed, code, {}};
+}
+
+}  // namespace
+
+uint64_t piece_bytes(const File& file, uint64_t offset, uint64_t nbytes, uint64_t limit) {
+  const uint64_t block = file.block_bytes();
+  const uint64_t into = offset % block;
+  if (into != 0) return std::min(nbytes, block - into);
+  if (nbytes < block) return nbytes;
+  return std::min(round_down(nbytes, block), std::max(block, round_down(limit, block)));
+}
+
+void aim(Piece& piece) {
+  const File& file = piece.transfer->file();
+  const bool write = piece.transfer->is_write();
+  piece.barren = 0;
+  if (!file.direct()) return aim_buffered(piece, false);
+  const uint64_t start = round_down(piece.offset, file.block_bytes());
+  const uint64_t end = round_up(piece.offset + piece.nbytes, file.block_bytes());
+  const bool whole = start == piece.offset && end == piece.offset + piece.nbytes;
+  if (write && !whole) return aim_buffered(piece, true);
+  piece.direct = true;
+  piece.bounced = !whole || reinterpret_cast<uintptr_t>(piece.data) % file.memory_align() != 0;
+  if (piece.bounced) {
+    piece.bounce.reserve(end - start);
+    if (write) std::memcpy(piece.bounce.data(), piece.data, piece.nbytes);
+  }
+  piece.fd = file.direct_fd();
+  piece.at = piece.bounced ? piece.bounce.data() : piece.data;
+  piece.from = start;
+  piece.left = end - start;
+  piece.sync = false;
+}
+
+Outcome advance(Piece& piece, int64_t result) {
+  const bool write = piece.transfer->is_write();
+  if (result < 0) return refused(piece, static_cast<int>(-result));
+  if (result == 0 && write) return {Step::kFailed, 0, "the kernel wrote nothing"};
+  if (result == 0) return {Step::kFailed, 0, "the file ends at " + std::to_string(piece.from)};
+  piece.barren = 0;
+  const uint64_t moved = std::min(static_cast<uint64_t>(result), piece.left);
+  if (moved == piece.left) return finished(piece);
+  // A widened read may end at the end of the file, past all that is wanted.
+  if (piece.direct && !write && piece.from + moved >= piece.offset + piece.nbytes) return finished(piece);
+  // What follows a short direct transfer must be aligned again; less than a block of progress goes another way.
+  const uint64_t step = piece.direct ? round_down(moved, piece.transfer->file().block_bytes()) : moved;
+  if (step == 0) {
+    aim_buffered(piece, write);
+    return {Step::kAgain};
+  }
+  piece.at += step;
+  piece.from += step;
+  piece.left -= step;
+  return {Step::kAgain};
+}
+
+}  // namespace offload::io

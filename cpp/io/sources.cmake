@@ -1,0 +1,24 @@
+target_sources(offload_core PRIVATE
+  cpp/io/engine.cpp
+  cpp/io/error.cpp
+  cpp/io/faults.cpp
+  cpp/io/file.cpp
+  cpp/io/piece.cpp
+  cpp/io/threads.cpp
+  cpp/io/transfer.cpp
+  cpp/io/uring.cpp)
+
+if(OFFLOAD_WITH_URING)
+  find_path(URING_INCLUDE_DIR liburing.h)
+  find_library(URING_LIBRARY uring)
+  if(URING_INCLUDE_DIR AND URING_LIBRARY)
+    message(STATUS "io_uring: ${URING_LIBRARY}")
+    target_include_directories(offload_core SYSTEM PRIVATE ${URING_INCLUDE_DIR})
+    target_link_libraries(offload_core PRIVATE ${URING_LIBRARY})
+    target_compile_definitions(offload_core PRIVATE OFFLOAD_HAVE_URING)
+  else()
+    message(WARNING "liburing not found (Debian: apt-get install liburing-dev): built without io_uring, file I/O uses threads")
+  endif()
+else()
+  message(STATUS "io_uring: off")
+endif()

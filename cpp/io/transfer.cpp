@@ -1,0 +1,52 @@
+#include "io/transfer.h"
+
+#include <cerrno>
+
+namespace offload::io {
+
+Transfer::Transfer(std::shared_ptr<File> file, bool write, uint64_t offset, void* data, uint64_t nbytes,
+                   std::shared_ptr<void> keep, Callback callback)
+    : file_(std::move(file)),
+      write_(write),
+      offset_(offset),
+      data_(static_cast<char*>(data)),
+      nbytes_(nbytes),
+      keep_(std::move(keep)),
+      callback_(std::move(callback)) {}
+
+void Transfer::wait() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return done(); });
+  if (error_) throw IoError(*error_);
+}
+
+bool Transfer::wait_for(std::chrono::milliseconds limit) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!changed_.wait_for(lock, limit, [this] { return done(); })) return false;
+  if (error_) throw IoError(*error_);
+  return true;
+}
+
+void Transfer::fail(int code, const std::string& detail) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  failed_.store(true, std::memory_order_relaxed);
+  if (error_) return;
+  std::string message = std::string(write_ ? "write" : "read") + " of " + std::to_string(nbytes_) +
+                        " bytes at offset " + std::to_string(offset_) + " of " + file_->path() + " failed: " +
+                        (code ? errno_text(code) : std::string()) + (code && !detail.empty() ? ", " : "") + detail;
+  if (code == ENOSPC) message += "; free space there, give it less or use another directory";
+  error_.emplace(code, file_->path(), message);
+}
+
+void Transfer::complete() {
+  const Callback callback = std::move(callback_);
+  keep_.reset();  // before `done`: whoever waited finds the buffer released
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    done_.store(true, std::memory_order_release);
+    changed_.notify_all();
+  }
+  if (callback) callback(*this);
+}
+
+}  // namespace offload::io

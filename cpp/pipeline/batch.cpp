@@ -1,0 +1,89 @@
+#include "pipeline/batch.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace offload {
+
+Batch::Batch(std::vector<std::shared_ptr<const Job>> jobs, std::vector<Hyper> hypers, bool refresh)
+    : jobs_(std::move(jobs)),
+      hypers_(std::move(hypers)),
+      refresh_(refresh),
+      states_(jobs_.size(), State::kPending),
+      unfinished_(jobs_.size()) {
+  for (const auto& job : jobs_) {
+    for (const Segment& segment : job->segments) {
+      if (segment.hyper >= hypers_.size()) {
+        throw std::invalid_argument("a job asks for hyper-parameters " + std::to_string(segment.hyper) + " of " +
+                                    std::to_string(hypers_.size()));
+      }
+    }
+  }
+}
+
+bool Batch::idle(size_t index) const {
+  const Job& job = *jobs_[index];
+  if (refresh_ || job.segments.empty()) return false;
+  return std::all_of(job.segments.begin(), job.segments.end(),
+                     [this](const Segment& s) { return s.n == 0 || hypers_[s.hyper].active == 0; });
+}
+
+void Batch::set(size_t index, State state) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  states_[index] = state;
+  if (state == State::kWritten || state == State::kFailed) --unfinished_;
+  changed_.notify_all();
+}
+
+void Batch::fail(const io::IoError& error) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!error_) error_ = error;
+}
+
+bool Batch::reached(size_t index, bool written) const {
+  const State state = states_[index];
+  return state == State::kWritten || state == State::kFailed || (state == State::kUpdated && !written);
+}
+
+void Batch::raise() const {
+  if (error_) throw io::IoError(*error_);
+}
+
+void Batch::wait() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return unfinished_ == 0; });
+  raise();
+}
+
+bool Batch::wait_for(std::chrono::milliseconds limit) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!changed_.wait_for(lock, limit, [this] { return unfinished_ == 0; })) return false;
+  raise();
+  return true;
+}
+
+void Batch::wait_job(size_t index, bool written) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] { return reached(index, written); });
+  if (states_[index] == State::kFailed) raise();
+}
+
+bool Batch::wait_job_for(size_t index, bool written, std::chrono::milliseconds limit) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (index >= states_.size()) throw std::out_of_range("no such job in the batch");
+  if (!changed_.wait_for(lock, limit, [&] { return reached(index, written); })) return false;
+  if (states_[index] == State::kFailed) raise();
+  return true;
+}
+
+bool Batch::done() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return unfinished_ == 0;
+}
+
+BatchStats Batch::stats() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return stats_;
+}
+
+}  // namespace offload

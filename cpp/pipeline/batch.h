@@ -1,0 +1,65 @@
+// Jobs that were submitted together: what became of each, and where the time went.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "io/error.h"
+#include "pipeline/job.h"
+
+namespace offload {
+
+struct BatchStats {
+  double read_wait_seconds = 0;   // nothing to update because reads were under way
+  double write_wait_seconds = 0;  // nothing to update because frames or extents were still being written
+  double compute_seconds = 0;
+  uint64_t bytes_read = 0;
+  uint64_t bytes_written = 0;
+};
+
+class Batch {
+ public:
+  // kUpdated: the arrays in memory are final. kWritten: its bytes are in the files too.
+  enum class State { kPending, kUpdated, kWritten, kFailed };
+
+  Batch(std::vector<std::shared_ptr<const Job>> jobs, std::vector<Hyper> hypers, bool refresh);
+
+  // Each throws the batch's first error, as io::IoError, if what it waits for did not happen.
+  void wait();
+  void wait_job(size_t index, bool written);
+  // As above, giving up after `limit`: false when not yet there.
+  bool wait_for(std::chrono::milliseconds limit);
+  bool wait_job_for(size_t index, bool written, std::chrono::milliseconds limit);
+
+  bool done() const;
+  size_t size() const { return jobs_.size(); }
+  BatchStats stats() const;
+
+ private:
+  friend class Pipeline;
+
+  bool idle(size_t index) const;  // nothing to do for the job: see Pipeline::submit
+  void set(size_t index, State state);
+  void fail(const io::IoError& error);
+  bool reached(size_t index, bool written) const;
+  void raise() const;
+
+  const std::vector<std::shared_ptr<const Job>> jobs_;
+  const std::vector<Hyper> hypers_;
+  const bool refresh_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<State> states_;
+  size_t unfinished_;
+  std::optional<io::IoError> error_;
+  BatchStats stats_;
+};
+
+}  // namespace offload

@@ -1,0 +1,57 @@
+// What is to be done to one chunk of state: bytes to read, arrays to update, bytes to write back.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "io/channel.h"
+#include "simd/adam.h"
+
+namespace offload {
+
+// Bytes of a file and where they are in the job's frame.
+struct Move {
+  io::Channel channel;
+  uint64_t file_offset;
+  uint64_t frame_offset;
+  uint64_t nbytes;
+};
+
+enum class Base : int { kAbsent = -1, kAddress = 0, kFrame = 1 };
+
+// An array: at an address, at an offset of the job's frame, or nowhere.
+struct Place {
+  Base base;
+  uint64_t offset;
+
+  void* resolve(char* frame) const {
+    if (base == Base::kAbsent) return nullptr;
+    return base == Base::kFrame ? frame + offset : reinterpret_cast<void*>(static_cast<uintptr_t>(offset));
+  }
+};
+
+// n elements that share one set of hyper-parameters. Only `out` may be absent.
+struct Segment {
+  size_t hyper;
+  uint64_t n;
+  Place master, grad, exp_avg, exp_avg_sq, out;
+};
+
+// A job with neither reads nor writes takes no frame.
+struct Job {
+  std::vector<Move> reads;
+  std::vector<Segment> segments;
+  std::vector<Move> writes;
+  Dtype grad_dtype = Dtype::f32;
+  Dtype out_dtype = Dtype::f32;
+
+  bool needs_frame() const { return !reads.empty() || !writes.empty(); }
+};
+
+// Throws std::invalid_argument when the job reaches outside a frame or a file, or an array is missing or misaligned.
+void check(const Job& job, uint64_t frame_bytes);
+
+// Updates a job's segments, whose frame is `frame` (null for a job without).
+void update(const Job& job, const std::vector<Hyper>& hypers, char* frame, ThreadPool& pool);
+
+}  // namespace offload

@@ -1,0 +1,299 @@
+#include "pipeline/pipeline.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace offload {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+bool overlap(const Move& a, const Move& b) {
+  return a.channel.file == b.channel.file && a.file_offset < b.file_offset + b.nbytes &&
+         b.file_offset < a.file_offset + a.nbytes;
+}
+
+bool touches(const std::vector<Move>& moves, const std::vector<Move>& writes) {
+  return std::any_of(moves.begin(), moves.end(), [&](const Move& move) {
+    return std::any_of(writes.begin(), writes.end(), [&](const Move& write) { return overlap(move, write); });
+  });
+}
+
+PipelineOptions checked(PipelineOptions options, size_t frames) {
+  if (frames != 0 && options.frame_bytes == 0) throw std::invalid_argument("pipeline: frames of no bytes");
+  if (options.threads < 0) throw std::invalid_argument("pipeline: threads must not be negative");
+  if (options.group == 0) options.group = static_cast<unsigned>(std::max<size_t>(1, frames / 2));
+  return options;
+}
+
+}  // namespace
+
+Pipeline::Pipeline(std::vector<char*> frames, PipelineOptions options)
+    : frames_(std::move(frames)),
+      options_(checked(options, frames_.size())),
+      pid_(::getpid()),
+      pool_(options.threads),
+      signal_(std::make_shared<Signal>()) {
+  for (size_t i = frames_.size(); i != 0; --i) free_frames_.push_back(static_cast<int>(i - 1));
+  thread_ = new std::thread([this] { conduct(); });
+}
+
+Pipeline::~Pipeline() {
+  if (foreign()) return;
+  {
+    const Lock lock(signal_->mutex);
+    closing_ = true;
+    signal_->changed.notify_all();
+  }
+  thread_->join();
+  delete thread_;
+}
+
+bool Pipeline::foreign() const { return ::getpid() != pid_; }
+
+size_t Pipeline::add_job(Job job) {
+  check(job, options_.frame_bytes);
+  if (job.needs_frame() && frames_.empty()) throw std::invalid_argument("pipeline job: it moves bytes without a frame");
+  const Lock lock(signal_->mutex);
+  jobs_.push_back(std::make_shared<const Job>(std::move(job)));
+  return jobs_.size() - 1;
+}
+
+std::shared_ptr<Batch> Pipeline::submit(const std::vector<size_t>& jobs, std::vector<Hyper> hypers, bool refresh) {
+  if (foreign()) throw std::runtime_error("a pipeline cannot be used in a forked child; make one there");
+  const Lock lock(signal_->mutex);
+  std::vector<std::shared_ptr<const Job>> chosen;
+  chosen.reserve(jobs.size());
+  for (const size_t job : jobs) {
+    if (job >= jobs_.size()) throw std::invalid_argument("pipeline: no job " + std::to_string(job));
+    chosen.push_back(jobs_[job]);
+  }
+  auto batch = std::make_shared<Batch>(std::move(chosen), std::move(hypers), refresh);
+  for (size_t i = 0; i < batch->size(); ++i) {
+    auto run = std::make_shared<Run>();
+    run->batch = batch;
+    run->index = i;
+    run->job = batch->jobs_[i].get();
+    run->order = order_++;
+    run->idle = batch->idle(i);
+    if (run->job->needs_frame() && !run->idle) {
+      unread_.push_back(run);
+      framed_.push_back(std::move(run));
+    } else {
+      frameless_.push_back(std::move(run));
+    }
+  }
+  signal_->changed.notify_all();
+  return batch;
+}
+
+void Pipeline::conduct() {
+  Lock lock(signal_->mutex);
+  while (true) {
+    bool worked = broken_ ? abandon_all() : admit(lock);
+    worked = flush(lock) || worked;
+    worked = step(lock) || worked;
+    if (worked) continue;
+    if (closing_ && empty()) return;
+    rest(lock);
+  }
+}
+
+bool Pipeline::empty() const { return framed_.empty() && frameless_.empty() && held_.empty() && writing_.empty(); }
+
+// Gives free frames to the next jobs and starts their reads.
+bool Pipeline::admit(Lock& lock) {
+  bool worked = false;
+  while (!broken_ && !unread_.empty() && !free_frames_.empty() && !must_wait(*unread_.front())) {
+    const RunPtr run = unread_.front();
+    unread_.pop_front();
+    run->frame = free_frames_.back();
+    free_frames_.pop_back();
+    run->stage = Stage::kReading;
+    start(lock, run, run->job->reads, false);
+    worked = true;
+  }
+  return worked;
+}
+
+// Whether bytes of the job are still to be written by an earlier one.
+bool Pipeline::must_wait(const Run& run) const {
+  const auto clash = [&run](const RunPtr& other) {
+    return other->order < run.order &&
+           (touches(run.job->reads, other->job->writes) || touches(run.job->writes, other->job->writes));
+  };
+  return std::any_of(writing_.begin(), writing_.end(), clash) || std::any_of(held_.begin(), held_.end(), clash) ||
+         std::any_of(framed_.begin(), framed_.end(), [&](const RunPtr& other) { return other->frame >= 0 && clash(other); });
+}
+
+// Starts writing the held frames when there is a group of them, or nothing better to do for the disk.
+bool Pipeline::flush(Lock& lock) {
+  if (held_.empty()) return false;
+  const bool last = unread_.empty() && reads_flying_ == 0;
+  const bool disk_idle = reads_flying_ + writes_flying_ == 0;
+  if (held_.size() < options_.group && !last && !disk_idle && !broken_) return false;
+  while (!held_.empty()) {
+    const RunPtr run = held_.front();
+    held_.pop_front();
+    run->stage = Stage::kWriting;
+    writing_.push_back(run);
+    start(lock, run, run->job->writes, true);
+  }
+  return true;
+}
+
+Pipeline::RunPtr Pipeline::choose() const {
+  const RunPtr framed = framed_.empty() ? nullptr : framed_.front();
+  const RunPtr frameless = frameless_.empty() ? nullptr : frameless_.front();
+  const bool ready = framed && framed->stage == Stage::kReady;
+  if (!framed || !frameless) return ready ? framed : frameless;
+  const bool together = framed->batch == frameless->batch;
+  const bool disk_idle = reads_flying_ + writes_flying_ == 0;
+  if (ready && (framed->order < frameless->order || (together && disk_idle))) return framed;
+  if (together || frameless->order < framed->order) return frameless;
+  return nullptr;
+}
+
+// Updates one job.
+bool Pipeline::step(Lock& lock) {
+  if (broken_) return false;
+  const RunPtr run = choose();
+  if (!run) return false;
+  (run->frame >= 0 ? framed_ : frameless_).pop_front();
+  if (!run->idle) {
+    lock.unlock();
+    const auto start = Clock::now();
+    update(*run->job, run->batch->hypers_, run->memory(frames_), pool_);
+    const double seconds = seconds_since(start);
+    lock.lock();
+    const std::lock_guard<std::mutex> guard(run->batch->mutex_);
+    run->batch->stats_.compute_seconds += seconds;
+  }
+  if (run->frame >= 0 && !run->job->writes.empty()) {
+    run->stage = Stage::kHeld;
+    held_.push_back(run);
+    run->batch->set(run->index, Batch::State::kUpdated);
+  } else {
+    leave_frame(*run);
+    run->batch->set(run->index, Batch::State::kWritten);
+  }
+  return true;
+}
+
+void Pipeline::rest(Lock& lock) {
+  const RunPtr next = framed_.empty() ? nullptr : framed_.front();
+  const bool reading = next && next->stage == Stage::kReading;
+  const auto start = Clock::now();
+  signal_->changed.wait(lock);
+  if (!next) return;
+  const double seconds = seconds_since(start);
+  const std::lock_guard<std::mutex> guard(next->batch->mutex_);
+  (reading ? next->batch->stats_.read_wait_seconds : next->batch->stats_.write_wait_seconds) += seconds;
+}
+
+void Pipeline::start(Lock& lock, const RunPtr& run, const std::vector<Move>& moves, bool write) {
+  // One more than there are, so that the last to finish is this call or a callback, never both.
+  run->moves_left = moves.size() + 1;
+  (write ? writes_flying_ : reads_flying_) += moves.size();
+  lock.unlock();
+  size_t started = 0;
+  std::optional<io::IoError> refused;
+  for (const Move& move : moves) {
+    // The run is let go under the lock: it leads to the engine, which its own thread could not destroy.
+    auto callback = [this, signal = signal_, run = run](const io::Transfer& transfer) mutable {
+      const Lock guard(signal->mutex);
+      moved(run, transfer);
+      run.reset();
+      signal->changed.notify_all();
+    };
+    char* const memory = run->memory(frames_) + move.frame_offset;
+    try {
+      if (write) {
+        move.channel.write(move.file_offset, memory, move.nbytes, nullptr, std::move(callback));
+      } else {
+        move.channel.read(move.file_offset, memory, move.nbytes, nullptr, std::move(callback));
+      }
+    } catch (const std::exception& error) {
+      refused.emplace(0, move.channel.file->path(), "swap file " + move.channel.file->path() + ": " + error.what());
+      break;
+    }
+    ++started;
+  }
+  lock.lock();
+  const size_t never = moves.size() - started;
+  (write ? writes_flying_ : reads_flying_) -= never;
+  run->moves_left -= never;
+  if (refused) fail(run, *refused);
+  if (--run->moves_left == 0) arrive(run);
+}
+
+void Pipeline::moved(const RunPtr& run, const io::Transfer& transfer) {
+  --(transfer.is_write() ? writes_flying_ : reads_flying_);
+  if (transfer.error()) {
+    fail(run, *transfer.error());
+  } else {
+    const std::lock_guard<std::mutex> guard(run->batch->mutex_);
+    BatchStats& stats = run->batch->stats_;
+    (transfer.is_write() ? stats.bytes_written : stats.bytes_read) += transfer.nbytes();
+  }
+  if (--run->moves_left == 0) arrive(run);
+}
+
+// All moves of the run's stage are over.
+void Pipeline::arrive(const RunPtr& run) {
+  if (run->stage == Stage::kReading) {
+    run->stage = Stage::kReady;  // should it have failed, abandon_all() finds it
+    return;
+  }
+  writing_.erase(std::find(writing_.begin(), writing_.end(), run));
+  leave_frame(*run);
+  run->batch->set(run->index, run->failed ? Batch::State::kFailed : Batch::State::kWritten);
+}
+
+void Pipeline::fail(const RunPtr& run, const io::IoError& error) {
+  run->failed = true;
+  run->batch->fail(error);
+  if (!broken_) broken_ = error;
+}
+
+// Gives up all that is not updated, except jobs whose bytes are still arriving.
+bool Pipeline::abandon_all() {
+  unread_.clear();
+  std::deque<RunPtr> arriving;
+  bool worked = !frameless_.empty();
+  for (const RunPtr& run : framed_) {
+    if (run->stage == Stage::kReading) {
+      arriving.push_back(run);
+    } else {
+      abandon(run);
+      worked = true;
+    }
+  }
+  framed_.swap(arriving);
+  for (const RunPtr& run : frameless_) abandon(run);
+  frameless_.clear();
+  return worked;
+}
+
+void Pipeline::abandon(const RunPtr& run) {
+  leave_frame(*run);
+  run->batch->fail(*broken_);
+  run->batch->set(run->index, Batch::State::kFailed);
+}
+
+void Pipeline::leave_frame(Run& run) {
+  if (run.frame >= 0) free_frames_.push_back(run.frame);
+  run.frame = -1;
+}
+
+void discard(Pipeline* pipeline) {
+  if (pipeline != nullptr && !pipeline->foreign()) delete pipeline;
+}
+
+}  // namespace offload

@@ -1,0 +1,119 @@
+// Streams chunks of state through a few frames of memory: read, update, write back, all three at once.
+#pragma once
+
+#include <sys/types.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "pipeline/batch.h"
+#include "pipeline/job.h"
+
+namespace offload {
+
+struct PipelineOptions {
+  uint64_t frame_bytes = 0;
+  int threads = 0;     // of an update; 0: default_threads()
+  unsigned group = 0;  // frames written in one go; 0: half of the frames, at least one
+};
+
+// [Note: groups]
+// A disk that reads and writes at once often does less in all than one that does either for a while. Finished frames
+// are therefore held until `group` of them can be written in one go; the reads that refill them queue behind. Held
+// frames are written at once when no transfer is under way, so the disk is never idle for the grouping's sake.
+//
+// [Note: order]
+// Jobs are updated in the order of submission, but a job that takes no frame may overtake, within its batch, jobs whose
+// bytes have not arrived, and is overtaken by one whose bytes have when the disk would be idle. Jobs of one batch must
+// not touch each other's memory. A read waits for all earlier writes to its bytes.
+class Pipeline {
+ public:
+  // `frames`: addresses of frame_bytes each, on which direct I/O works best when they are multiples of 4096.
+  // Throws std::invalid_argument.
+  Pipeline(std::vector<char*> frames, PipelineOptions options);
+  ~Pipeline();  // finishes what was submitted; in a forked child nothing runs and nothing is waited for
+  Pipeline(const Pipeline&) = delete;
+  Pipeline& operator=(const Pipeline&) = delete;
+
+  // Throws std::invalid_argument. Returns the job's number.
+  size_t add_job(Job job);
+
+  // Runs jobs, by number, after all that were submitted before. A job whose segments are all inactive is neither read
+  // nor written, unless `refresh`: then out is written from the state as it is. After a failure no further job is
+  // updated, and this and all later batches report it. Throws std::invalid_argument.
+  std::shared_ptr<Batch> submit(const std::vector<size_t>& jobs, std::vector<Hyper> hypers, bool refresh = false);
+
+  const PipelineOptions& options() const { return options_; }
+  size_t frames() const { return frames_.size(); }
+  bool foreign() const;
+
+ private:
+  // A job of a batch on its way. kWaiting: no frame yet. kReading: bytes arrive. kReady: may be updated.
+  // kHeld: updated, to be written with its group. kWriting: bytes leave.
+  enum class Stage { kWaiting, kReading, kReady, kHeld, kWriting };
+  struct Run {
+    std::shared_ptr<Batch> batch;
+    size_t index;
+    const Job* job;
+    uint64_t order;
+    bool idle;  // nothing to do
+    Stage stage = Stage::kWaiting;
+    int frame = -1;
+    size_t moves_left = 0;
+    bool failed = false;
+
+    char* memory(const std::vector<char*>& frames) const { return frame < 0 ? nullptr : frames[frame]; }
+  };
+  // Outlives the pipeline while the last callback lets go of it.
+  struct Signal {
+    std::mutex mutex;
+    std::condition_variable changed;
+  };
+  using RunPtr = std::shared_ptr<Run>;
+  using Lock = std::unique_lock<std::mutex>;
+
+  void conduct();
+  bool admit(Lock& lock);
+  bool flush(Lock& lock);
+  bool step(Lock& lock);
+  void rest(Lock& lock);
+  RunPtr choose() const;
+  bool must_wait(const Run& run) const;
+  void start(Lock& lock, const RunPtr& run, const std::vector<Move>& moves, bool write);
+  void moved(const RunPtr& run, const io::Transfer& transfer);
+  void arrive(const RunPtr& run);
+  void fail(const RunPtr& run, const io::IoError& error);
+  bool abandon_all();
+  void abandon(const RunPtr& run);
+  void leave_frame(Run& run);
+  bool empty() const;
+
+  const std::vector<char*> frames_;
+  const PipelineOptions options_;
+  const pid_t pid_;
+  ThreadPool pool_;
+
+  const std::shared_ptr<Signal> signal_;
+  std::vector<std::shared_ptr<const Job>> jobs_;
+  std::vector<int> free_frames_;
+  std::deque<RunPtr> unread_;     // framed, kWaiting
+  std::deque<RunPtr> framed_;     // framed, not yet updated, in order
+  std::deque<RunPtr> frameless_;  // not yet updated, in order
+  std::deque<RunPtr> held_;
+  std::vector<RunPtr> writing_;
+  uint64_t order_ = 0;
+  size_t reads_flying_ = 0;
+  size_t writes_flying_ = 0;
+  std::optional<io::IoError> broken_;
+  bool closing_ = false;
+  std::thread* thread_ = nullptr;  // leaked in a forked child, where it does not exist
+};
+
+void discard(Pipeline* pipeline);
+
+}  // namespace offload

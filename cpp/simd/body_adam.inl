@@ -1,0 +1,58 @@
+// The Adam step over any lanes. Included inside an unnamed namespace; see [Note: per-target code].
+
+struct Nothing {};  // no low-precision copy
+
+struct AdamScalars {
+  Floats grad_scale, l2, decay, lerp1, beta2, take2, unbias2, eps, minus_step_size;
+  bool from_grad;
+};
+
+template <bool kCoupled>
+inline void adam_step(const AdamScalars& s, Floats& p, Floats g, Floats& m, Floats& v) {
+  g = mul(g, s.grad_scale);
+  if constexpr (kCoupled) g = fma(s.l2, p, g);
+  m = canonical(fma(s.lerp1, sub(g, m), s.from_grad ? g : m));
+  v = canonical(fma(mul(s.take2, g), g, mul(s.beta2, v)));
+  const Floats size = fma(root(v), s.unbias2, s.eps);
+  p = canonical(fma(s.minus_step_size, div(m, size), mul(s.decay, p)));
+}
+
+template <bool kCoupled, class Grad, class Out>
+void adam_range(const Coefficients& c, float* master, const Grad* grad, float* exp_avg, float* exp_avg_sq, Out* out,
+                std::size_t n) {
+  constexpr bool kCopies = !is_same<Out, Nothing>;
+  const AdamScalars s{all(c.grad_scale), all(c.l2),      all(c.decay), all(c.lerp1),           all(c.beta2),
+                      all(c.take2),      all(c.unbias2), all(c.eps),   all(c.minus_step_size), c.from_grad};
+  std::size_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    ahead(master + i);
+    ahead(grad + i);
+    ahead(exp_avg + i);
+    ahead(exp_avg_sq + i);
+    Floats p = load(master + i), m = load(exp_avg + i), v = load(exp_avg_sq + i);
+    adam_step<kCoupled>(s, p, load(grad + i), m, v);
+    store(exp_avg + i, m);
+    store(exp_avg_sq + i, v);
+    store(master + i, p);
+    if constexpr (kCopies) store(out + i, p);
+  }
+  if (const std::size_t rest = n - i) {
+    Floats p = load_some(master + i, rest), m = load_some(exp_avg + i, rest), v = load_some(exp_avg_sq + i, rest);
+    adam_step<kCoupled>(s, p, load_some(grad + i, rest), m, v);
+    store_some(exp_avg + i, m, rest);
+    store_some(exp_avg_sq + i, v, rest);
+    store_some(master + i, p, rest);
+    if constexpr (kCopies) store_some(out + i, p, rest);
+  }
+}
+
+void adam(const Coefficients& c, float* master, const void* grad, Dtype grad_dtype, float* exp_avg, float* exp_avg_sq,
+          void* out, Dtype out_dtype, std::size_t n) {
+  typed(grad, grad_dtype, [&](const auto* g) {
+    const auto with = [&](auto* o) {
+      c.coupled ? adam_range<true>(c, master, g, exp_avg, exp_avg_sq, o, n)
+                : adam_range<false>(c, master, g, exp_avg, exp_avg_sq, o, n);
+    };
+    out ? typed(out, out_dtype, with) : with(static_cast<Nothing*>(nullptr));
+  });
+}

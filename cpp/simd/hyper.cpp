@@ -1,0 +1,24 @@
+#include "simd/hyper.h"
+
+#include <cmath>
+
+namespace offload {
+
+Coefficients derive(const Hyper& h) {
+  const double step = static_cast<double>(h.step);
+  Coefficients c;
+  c.coupled = !h.decoupled && h.weight_decay != 0.0;
+  c.grad_scale = static_cast<float>(h.maximize ? -h.grad_scale : h.grad_scale);
+  c.l2 = static_cast<float>(h.decoupled ? 0.0 : h.weight_decay);
+  c.decay = static_cast<float>(h.decoupled ? 1.0 - h.lr * h.weight_decay : 1.0);
+  c.from_grad = h.beta1 < 0.5;
+  c.lerp1 = static_cast<float>(c.from_grad ? -h.beta1 : 1.0 - h.beta1);
+  c.beta2 = static_cast<float>(h.beta2);
+  c.take2 = static_cast<float>(1.0 - h.beta2);
+  c.unbias2 = static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(h.beta2, step)));
+  c.eps = static_cast<float>(h.eps);
+  c.minus_step_size = static_cast<float>(-h.lr / (1.0 - std::pow(h.beta1, step)));
+  return c;
+}
+
+}  // namespace offload

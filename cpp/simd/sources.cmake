@@ -1,0 +1,25 @@
+# One kernel body, compiled once per instruction set; dispatch.cpp chooses at run time.
+set(OFFLOAD_SIMD_X86 OFF)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+  set(OFFLOAD_SIMD_X86 ON)
+endif()
+
+target_sources(offload_core PRIVATE
+  cpp/simd/adam.cpp
+  cpp/simd/copy.cpp
+  cpp/simd/dispatch.cpp
+  cpp/simd/heap.cpp
+  cpp/simd/hyper.cpp
+  cpp/simd/land.cpp
+  cpp/simd/target_scalar.cpp
+  cpp/simd/thread_pool.cpp
+  cpp/simd/topology.cpp)
+
+if(OFFLOAD_SIMD_X86)
+  target_sources(offload_core PRIVATE cpp/simd/target_avx2.cpp cpp/simd/target_avx512.cpp)
+  target_compile_definitions(offload_core PRIVATE OFFLOAD_SIMD_X86)
+  set_source_files_properties(cpp/simd/target_avx2.cpp PROPERTIES COMPILE_OPTIONS "-mavx2;-mfma;-mf16c")
+  # GCC 12 warns of its own intrinsics (bug 105593).
+  set_source_files_properties(cpp/simd/target_avx512.cpp PROPERTIES COMPILE_OPTIONS
+    "-mavx2;-mfma;-mf16c;-mavx512f;-mavx512bw;-mavx512vl;-mavx512dq;-Wno-uninitialized;-Wno-maybe-uninitialized")
+endif()

@@ -1,0 +1,26 @@
+// The kernels for one instruction set; see [Note: per-target code] in kernels.h.
+#include <immintrin.h>
+
+#include "simd/kernels.h"
+
+namespace offload {
+namespace {
+
+constexpr int kLanes = 16;
+constexpr std::size_t kLine = 64;
+constexpr std::size_t kAheadBytes = 512;
+constexpr std::uint32_t kNaN = 0x7fc00000u;
+
+#include "simd/lanes_avx512.inl"
+
+#include "simd/body.inl"
+
+#include "simd/body_adam.inl"
+
+#include "simd/body_land.inl"
+
+}  // namespace
+
+const Kernels kernels_avx512{adam, land, sumsq, convert, stream_copy};
+
+}  // namespace offload

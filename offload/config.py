@@ -1,0 +1,399 @@
+"""Settings: byte sizes, tiers, precision, and the schema of a run file.
+
+Nothing here imports torch, so that the command line checks a run file at once. Every refusal is a `ConfigError` of one line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from offload.errors import ConfigError
+
+_UNITS = {"B": 1} | {f"{p}B": 1000**i for i, p in enumerate("kMGTP", 1)} | {f"{p}iB": 1024**i for i, p in enumerate("KMGTP", 1)}
+_UNITS["KB"] = 1000
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", re.ASCII)
+_SIZE_MAX = 1 << 62
+
+Compute = Literal["bf16", "fp16", "fp32"]
+Master = Literal["fp32", "split"]
+Moments = Literal["fp32", "bf16", "int8"]
+Activations = Literal["auto", "keep", "recompute", "host", "nvme"]
+Updates = Literal["forward", "backward"]
+TierName = Literal["device", "host", "nvme"]
+
+Place = dict[Literal["parameter", "gradient", "optimizer"], TierName]
+
+
+def parse_size(value: object) -> int:
+    """Bytes of `"24GiB"`, `"24GB"`, `"1.5 MiB"`, `"1024"` or a whole number; anything else, trailing text included, is a `ConfigError`."""
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ConfigError(f'{value!r} is no size; write "24GiB", "24GB" or a number of bytes')
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value.strip())
+        if not match or (match[2] and match[2] not in _UNITS):
+            raise ConfigError(f'{value!r} is no size; write "24GiB", "24GB" or a number of bytes')
+        if "." in match[1] and not match[2]:
+            raise ConfigError(f"{value!r} is no whole number of bytes")
+        number = float(match[1]) if "." in match[1] else int(match[1])
+        value = int(min(number * _UNITS[match[2] or "B"], _SIZE_MAX))
+    if not math.isfinite(value) or value != int(value):
+        raise ConfigError(f"{value!r} is no whole number of bytes")
+    if not 0 <= value < _SIZE_MAX:
+        raise ConfigError(f"{value!r} bytes is out of range")
+    return int(value)
+
+
+def format_size(nbytes: float) -> str:
+    """`nbytes` for people: 336 MiB, 1.9 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(nbytes) < 1024 or unit == "TiB":
+            break
+        nbytes /= 1024
+    return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.3g} {unit}"
+
+
+def _disks(value: object) -> list[tuple[str, int]]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise ConfigError(f'{value!r} is no list of [directory, size] pairs, as [["/mnt/nvme0", "400GiB"]]')
+    disks = []
+    for pair in value:
+        if isinstance(pair, (str, bytes)) or not isinstance(pair, Sequence) or len(pair) != 2 or not isinstance(pair[0], (str, os.PathLike)):
+            raise ConfigError(f'{pair!r} is no [directory, size] pair, as ["/mnt/nvme0", "400GiB"]')
+        disks.append((os.fspath(pair[0]), parse_size(pair[1])))
+    return disks
+
+
+def _sources(value: object) -> str | list[str]:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value and all(isinstance(x, str) and x for x in value):
+        return value
+    raise ConfigError(f'{value!r}: give files or globs, as ["texts/**/*.py"], or "random"')
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """The budgets of one process: what each tier may hold, in bytes.
+
+    `device` and `host` are sizes (`"24GiB"`, `"24GB"`, a number of bytes); `nvme` lists (directory, size) pairs, over which state is striped.
+    Once built, sizes are integers and `nvme` is a tuple of (str, int). Raises `ConfigError` for what is no size.
+    """
+
+    device: int
+    host: int
+    nvme: tuple[tuple[str, int], ...]
+
+    def __init__(self, device: str | int, host: str | int, nvme: Iterable[tuple[str | os.PathLike[str], str | int]] = ()) -> None:
+        parsers: dict[str, tuple[Callable[[object], object], object]] = {
+            "device": (parse_size, device),
+            "host": (parse_size, host),
+            "nvme": (lambda x: tuple(_disks(x)), nvme),
+        }
+        for name, (parse, value) in parsers.items():
+            try:
+                object.__setattr__(self, name, parse(value))
+            except ConfigError as error:
+                raise ConfigError(f"tiers.{name}: {error}") from None
+
+    @property
+    def nvme_bytes(self) -> int:
+        """The bytes of all swap directories together."""
+        return sum(size for _, size in self.nvme)
+
+    def budget_bytes(self) -> dict[str, int]:
+        """The three budgets by tier name."""
+        return {"device": self.device, "host": self.host, "nvme": self.nvme_bytes}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of compute, of one micro-batch's gradient as it moves, of the master weights and of Adam's moments."""
+
+    compute: Compute = "bf16"
+    grad: Compute = "bf16"
+    master: Master = "fp32"
+    moments: Moments = "fp32"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("compute", Compute), ("grad", Compute), ("master", Master), ("moments", Moments)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ConfigError(f"precision.{name} = {getattr(self, name)!r}: give one of {', '.join(map(repr, get_args(allowed)))}")
+
+
+def check_place(place: Mapping[str, str] | None) -> dict[str, str]:
+    """`place` as a dict, its roles and tiers known; `ConfigError` otherwise."""
+    roles, tiers = ("parameter", "gradient", "optimizer"), get_args(TierName)
+    for role, tier in (place or {}).items():
+        if role not in roles:
+            raise ConfigError(f"tiers.place.{role}: no such role{_nearest(role, roles)}; the roles are {', '.join(roles)}")
+        if tier not in tiers:
+            raise ConfigError(f"tiers.place.{role} = {tier!r}: give one of {', '.join(map(repr, tiers))}")
+    return dict(place or {})
+
+
+def refuse_later(*, precision: Precision | None = None, activations: str = "auto", updates: str = "forward", stage: int = 3) -> None:
+    """Raises `ConfigError` for a value that the schema knows and this version cannot do."""
+    p = precision or Precision()
+    refused = {
+        "precision.compute": (p.compute, p.compute == "fp16", "give 'bf16' or 'fp32'"),
+        "precision.grad": (p.grad, p.grad == "fp16", "give 'bf16' or 'fp32'"),
+        "precision.master": (p.master, p.master != "fp32", "give 'fp32'"),
+        "precision.moments": (p.moments, p.moments != "fp32", "give 'fp32'"),
+        "train.activations": (activations, activations in ("host", "nvme"), "give 'auto', 'keep' or 'recompute'"),
+        "train.updates": (updates, updates != "forward", "give 'forward'"),
+        "train.stage": (stage, stage != 3, "stages need several ranks; leave it out"),
+    }
+    for key, (value, later, instead) in refused.items():
+        if later:
+            raise ConfigError(f"{key} = {value!r} is not available in this version: {instead}")
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+Sources = Annotated[str | list[str], BeforeValidator(_sources)]
+Disks = Annotated[list[tuple[str, int]], Field(strict=False), BeforeValidator(_disks)]
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelTable(_Table):
+    """`[model]`: a Hugging Face directory, or a type and its configuration for seeded random weights."""
+
+    path: str | None = None
+    type: str | None = None
+    config: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _one_of(self) -> ModelTable:
+        if (self.path is None) == (self.type is None):
+            raise ValueError("give either model.path or model.type")
+        if self.path is not None and self.config:
+            raise ValueError("model.config goes with model.type; with model.path the directory's own is used")
+        return self
+
+
+class DataTable(_Table):
+    """`[data]`: what is read, what is kept apart for evaluation, and the shape of a step."""
+
+    source: Sources
+    held_out: Share = 0.05
+    eval_sequences: Annotated[int, Field(ge=0)] = 8
+    seq_length: Annotated[int, Field(ge=2)] = 512
+    batch_size: Count = 1
+    accumulate: Count = 1
+
+
+class TiersTable(_Table):
+    """`[tiers]`: the budgets, and roles fixed to tiers."""
+
+    device: Size
+    host: Size
+    nvme: Disks = []
+    place: Place = {}
+
+
+class PrecisionTable(_Table):
+    """`[precision]`: as `Precision`."""
+
+    compute: Compute = "bf16"
+    grad: Compute = "bf16"
+    master: Master = "fp32"
+    moments: Moments = "fp32"
+
+
+class OptimizerTable(_Table):
+    """`[optimizer]`: Adam or AdamW, clipping and the learning-rate schedule."""
+
+    name: Literal["adamw", "adam"] = "adamw"
+    lr: NotNegative = 1e-4
+    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = [0.9, 0.999]
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.01
+    clip: Positive | None = None
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: Annotated[int, Field(ge=0)] = 0
+
+
+class TrainTable(_Table):
+    """`[train]`: how long, from which seed, and where."""
+
+    steps: Count
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    device: Literal["auto", "cuda", "cpu", "sim"] = "auto"
+    stage: Annotated[int, Field(ge=0, le=3)] = 3
+    activations: Activations = "auto"
+    updates: Updates = "forward"
+
+
+class CheckpointTable(_Table):
+    """`[checkpoint]`: how often a checkpoint is written and how many are kept."""
+
+    every: Count
+    keep: Count = 2
+
+
+class RunConfig(_Table):
+    """A run file, checked; its paths are absolute once loaded."""
+
+    model: ModelTable
+    data: DataTable
+    tiers: TiersTable
+    precision: PrecisionTable = PrecisionTable()
+    optimizer: OptimizerTable = OptimizerTable()
+    train: TrainTable
+    checkpoint: CheckpointTable | None = None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
+        """Reads the TOML file at `path` with `table.key=value` `overrides` on top; paths in it are relative to its directory.
+
+        Raises `ConfigError`, one line, for a file that cannot be read, an unknown key (naming the nearest known one), a wrong value,
+        a value that is not available yet, or several ranks.
+        """
+        tables = _read(Path(path))
+        for text in overrides:
+            _override(tables, text)
+        try:
+            config = cls.model_validate(tables)
+        except ValidationError as error:
+            raise ConfigError(f"{path}: {_explain(error)}") from None
+        config = config._resolved(Path(path).resolve().parent)
+        config._refuse(str(path))
+        return config
+
+    def _resolved(self, base: Path) -> RunConfig:
+        def absolute(text: str) -> str:
+            return os.path.normpath(base / Path(text).expanduser())
+
+        source: str | list[str] = self.data.source
+        if source != "random":
+            source = [absolute(x) for x in ([source] if isinstance(source, str) else source)]
+        return self.model_copy(
+            update={
+                "model": self.model.model_copy(update={"path": absolute(self.model.path) if self.model.path is not None else None}),
+                "data": self.data.model_copy(update={"source": source}),
+                "tiers": self.tiers.model_copy(update={"nvme": [(absolute(d), size) for d, size in self.tiers.nvme]}),
+            }
+        )
+
+    def _refuse(self, path: str) -> None:
+        try:
+            if self.checkpoint is not None:
+                raise ConfigError("[checkpoint] is not available in this version: leave the table out")
+            if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
+                raise ConfigError("several ranks are not available in this version: start one process")
+            refuse_later(precision=self.precision_value(), activations=self.train.activations, updates=self.train.updates, stage=self.train.stage)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    def tiers_value(self) -> Tiers:
+        """The budgets as `prepare` takes them."""
+        return Tiers(self.tiers.device, self.tiers.host, self.tiers.nvme)
+
+    def precision_value(self) -> Precision:
+        """The dtypes as `prepare` takes them."""
+        return Precision(**self.precision.model_dump())
+
+    def to_toml(self) -> str:
+        """The resolved run file: defaults filled in, paths absolute."""
+        tables = self.model_dump(exclude_none=True)
+        return "\n".join(f"[{name}]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in table.items()) for name, table in tables.items())
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no TOML: {' '.join(str(error).split())}") from None
+
+
+def _override(tables: dict[str, Any], text: str) -> None:
+    key, equals, value = text.partition("=")
+    names = key.strip().split(".")
+    if not equals or len(names) < 2 or not all(names):
+        raise ConfigError(f"--set {text!r}: write table.key=value")
+    try:
+        parsed: object = tomllib.loads(f"x = {value}")["x"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()  # a bare word is a string, as shells eat quotes
+    table = tables
+    for name in names[:-1]:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {text!r}: {name} is no table")
+    table[names[-1]] = parsed
+
+
+def known_keys() -> dict[str, type[BaseModel]]:
+    """Every key of a run file as `table.key`, and the class of its table."""
+    keys: dict[str, type[BaseModel]] = {}
+    for name, field in RunConfig.model_fields.items():
+        (table,) = [t for t in (field.annotation, *get_args(field.annotation)) if isinstance(t, type) and issubclass(t, BaseModel)]
+        keys |= {f"{name}.{key}": table for key in table.model_fields}
+    return keys
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), 1, 0.5)
+    return f" (nearest: {close[0]})" if close else ""
+
+
+def _unknown(loc: str) -> str:
+    table, _, key = loc.partition(".")
+    tables = {k.partition(".")[0] for k in known_keys()}
+    if not key:
+        return f"[{table}] is no known table{_nearest(table, tables)}"
+    same = [k for k in known_keys() if k.startswith(table + ".")]
+    elsewhere = [k for k in known_keys() if k.partition(".")[2] == key]
+    near = f" (nearest: {elsewhere[0]})" if elsewhere else _nearest(loc, same) or f" (known there: {', '.join(k.partition('.')[2] for k in same)})"
+    return f"{loc} is no known key{near}"
+
+
+def _explain(error: ValidationError) -> str:
+    details: list[ErrorDetails] = error.errors(include_url=False)
+    first = next((d for d in details if d["type"] == "extra_forbidden"), details[0])  # a misspelt key also goes missing: name the misspelling
+    loc = ".".join(str(x) for x in first["loc"] if not str(x).endswith("]"))
+    more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        return _unknown(loc) + more
+    if first["type"] == "missing":
+        return f"{loc if '.' in loc else f'[{loc}]'} is missing{more}"
+    if isinstance(first["input"], dict) or first["type"] == "value_error":
+        return (message if message.startswith("give ") or not loc else f"{loc}: {message}") + more
+    return f"{loc} = {first['input']!r}: {message[0].lower()}{message[1:]}{more}"
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_toml_key(str(k))} = {_toml(v)}" for k, v in value.items() if v is not None) + " }" if value else "{}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value)

@@ -1,0 +1,240 @@
+"""Tensors whose value rests elsewhere.
+
+[Note: at rest]
+`AtRest` has a true shape, dtype and the device cpu, and no memory: a source reads and writes its value. An operation on it runs on the
+value read, and what the operation's schema marks as written is written back. A view remembers the operation that made it, and replays it
+on the value of its base, so writes through views reach the source. Operations on lists go element by element, so that a whole model is
+never read at once. Gradients of one parameter are summed by their sources, where they rest.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_map
+
+from offload.errors import ConfigError, OffloadError
+
+aten = torch.ops.aten
+
+
+class Source(Protocol):
+    """Where a value rests. `read` gives a fresh plain tensor that the caller may write to; `write` stores one."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def read(self) -> torch.Tensor: ...
+
+    def write(self, value: torch.Tensor) -> None: ...
+
+    def describe(self) -> str: ...
+
+
+class Summable(Protocol):
+    """A gradient's source: sums of uses and of micro-batches are made where they rest."""
+
+    def plus(self, other: Any) -> Source | None: ...
+
+    def add(self, other: Any) -> bool: ...
+
+
+_Step = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]
+
+
+class AtRest(torch.Tensor):
+    """A tensor at rest; see [Note: at rest]."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    source: Source
+    chain: tuple[_Step, ...]
+
+    @staticmethod
+    def __new__(cls, source: Source, requires_grad: bool = False, chain: tuple[_Step, ...] = (), like: torch.Tensor | None = None) -> AtRest:
+        shape, dtype = (like.shape, like.dtype) if like is not None else (source.shape, source.dtype)
+        strides = like.stride() if like is not None else None
+        offset = like.storage_offset() if like is not None else None
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
+            cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device="cpu", requires_grad=requires_grad
+        )
+
+    def __init__(self, source: Source, requires_grad: bool = False, chain: tuple[_Step, ...] = (), like: torch.Tensor | None = None) -> None:
+        self.source, self.chain = source, chain
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        if self.numel() > 1000:
+            return f"AtRest({self.source.describe()}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        with torch.no_grad():
+            return f"AtRest({self.source.describe()}, {self.plain()!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        copy: torch.Tensor = self.plain()
+        if isinstance(self, torch.nn.Parameter):
+            copy = torch.nn.Parameter(copy, self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        value: torch.Tensor = self.plain()
+        if isinstance(self, torch.nn.Parameter):
+            value = torch.nn.Parameter(value, self.requires_grad)
+        return value.__reduce_ex__(protocol)
+
+    def data_ptr(self) -> int:
+        raise OffloadError(f"{self.source.describe()} rests outside memory that can be pointed at; read it first, as with .clone()")
+
+    def plain(self) -> torch.Tensor:
+        """The value, as a plain tensor of its own."""
+        with torch.no_grad():
+            return _replay(self.source.read(), self.chain)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+
+def _replay(base: torch.Tensor, chain: tuple[_Step, ...]) -> torch.Tensor:
+    for func, args, kwargs, index in chain:
+        out = func(base, *args, **kwargs)
+        base = out if index is None else out[index]
+    return base
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func is aten.detach.default:
+        return AtRest(args[0].source, chain=args[0].chain, like=args[0])
+    summed = _sum(func, args, kwargs)
+    if summed is not None:
+        return summed
+    if func is aten._to_copy.default:
+        moved = _move(args[0], kwargs)
+        if moved is not None:
+            return moved
+    if func._schema.name.startswith("aten::_foreach_"):
+        return _each(func, args, kwargs)
+    first = args[0] if args else None
+    if isinstance(first, AtRest) and _is_view(func):
+        return _view(func, first, args[1:], kwargs)
+    return _run(func, args, kwargs)
+
+
+def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AtRest | None:
+    """Gradients of one parameter added by autograd: to each other, or to what `.grad` has."""
+    if func not in (aten.add.Tensor, aten.add_.Tensor) or kwargs.get("alpha", 1) != 1 or len(args) != 2:
+        return None
+    a, b = args
+    if not (isinstance(a, AtRest) and isinstance(b, AtRest) and hasattr(a.source, "plus") and hasattr(b.source, "plus")) or a.chain or b.chain:
+        return None
+    if func is aten.add.Tensor:
+        source = a.source.plus(b.source)
+        return AtRest(source) if source is not None else None
+    return a if a.source.add(b.source) else None  # type: ignore[attr-defined]
+
+
+def _move(value: Any, kwargs: dict[str, Any]) -> AtRest | None:
+    """`.to()` and its kin, called by nn.Module._apply: they move nothing and refuse a change of dtype."""
+    if not isinstance(value, AtRest) or not _within_module_apply():
+        return None
+    dtype = kwargs.get("dtype") or value.dtype
+    if dtype != value.dtype:
+        raise ConfigError(
+            f"{value.source.describe()} is {value.dtype} and its model is prepared: .to(), .half() and .float() cannot change its dtype to {dtype}; "
+            "convert the model before prepare(), or choose Precision(compute=...)"
+        )
+    return AtRest(value.source, chain=value.chain, like=value)
+
+
+def _within_module_apply() -> bool:
+    frame = sys._getframe(1)
+    for _ in range(12):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "_apply" and isinstance(frame.f_locals.get("self"), torch.nn.Module):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _is_view(func: Any) -> bool:
+    info = func._schema.arguments[0].alias_info if func._schema.arguments else None
+    return info is not None and not info.is_write and not any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+
+
+def _view(func: Any, base: AtRest, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    shadow = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
+    out = func(shadow, *args, **kwargs)
+    if isinstance(out, torch.Tensor):
+        return AtRest(base.source, chain=(*base.chain, (func, args, kwargs, None)), like=out)
+    return [AtRest(base.source, chain=(*base.chain, (func, args, kwargs, i)), like=o) for i, o in enumerate(out)]
+
+
+def _each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A list operation, one element at a time."""
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor)]
+    n = len(lists[0])
+
+    def pick(x: Any, i: int) -> Any:
+        return [x[i]] if isinstance(x, (list, tuple)) and len(x) == n else x
+
+    results = [_run(func, tuple(pick(a, i) for a in args), {k: pick(v, i) for k, v in kwargs.items()}) for i in range(n)]
+    if all(isinstance(r, (list, tuple)) for r in results):
+        return [r[0] for r in results]
+    return None if func._schema.name.endswith("_") else results
+
+
+def _writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors (or lists of them) that the schema marks as written."""
+    written = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            if value is not None:
+                written.append(value)
+    return written
+
+
+class _Bases:
+    """Values read for one operation: one base per source, so that two views of it alias as they do in memory."""
+
+    def __init__(self) -> None:
+        self._bases: dict[int, tuple[Source, torch.Tensor]] = {}
+
+    def value(self, x: Any) -> Any:
+        if not isinstance(x, AtRest):
+            return x
+        if id(x.source) not in self._bases:
+            self._bases[id(x.source)] = (x.source, x.source.read())
+        return _replay(self._bases[id(x.source)][1], x.chain)
+
+    def store(self, x: AtRest) -> None:
+        source, base = self._bases[id(x.source)]
+        source.write(base)
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    bases = _Bases()
+    written = _writes(func, args, kwargs)
+    if func is aten.copy_.default and isinstance(args[0], AtRest) and not args[0].chain:
+        return _overwrite(args[0], args[1])
+    out = func(*tree_map(bases.value, args), **tree_map(bases.value, kwargs))
+    stored: set[int] = set()
+    for target in written:
+        for x in target if isinstance(target, (list, tuple)) else (target,):
+            if isinstance(x, AtRest) and id(x.source) not in stored:
+                stored.add(id(x.source))
+                bases.store(x)
+    if len(written) == 1 and isinstance(out, torch.Tensor) and isinstance(written[0], AtRest):
+        return written[0]
+    return out
+
+
+def _overwrite(target: AtRest, value: torch.Tensor) -> AtRest:
+    """`copy_` of a whole value: nothing needs to be read first."""
+    plain = value.plain() if isinstance(value, AtRest) else value.detach()
+    target.source.write(plain.to(device="cpu", dtype=target.dtype).expand(target.shape).contiguous())
+    return target

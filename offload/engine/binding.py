@@ -1,0 +1,60 @@
+"""A unit's parameters bound to device memory while its modules compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from offload.engine.atrest import AtRest
+from offload.engine.gradients import Gradients
+from offload.engine.record import Record
+
+
+class Bind(torch.autograd.Function):
+    """Forward: the parameter's value on the device. Backward: its gradient goes on to the parameter at rest, through AccumulateGrad."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, view: torch.Tensor, record: Record, gradients: Gradients) -> torch.Tensor:
+        ctx.record, ctx.gradients = record, gradients
+        return view.view_as(view)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return AtRest(ctx.gradients.contribution(ctx.record, grad)), None, None, None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One module's attribute that holds a parameter."""
+
+    module: nn.Module
+    name: str
+    record: Record
+
+
+def bind(entries: list[Entry], flats: dict[int, list[torch.Tensor]], gradients: Gradients) -> list[torch.Tensor | None]:
+    """Puts each entry's value on the device in its module, and returns what was there. `flats` has the flats of each unit concerned."""
+    grad = torch.is_grad_enabled()
+    bound: dict[int, torch.Tensor] = {}
+    before: list[torch.Tensor | None] = []
+    for entry in entries:
+        record = entry.record
+        value = bound.get(record.number)
+        if value is None:
+            value = flats[record.unit][record.flat][record.offset : record.offset + record.numel].view(record.shape)
+            if grad and record.parameter.requires_grad:
+                value = Bind.apply(record.parameter, value, record, gradients)
+            bound[record.number] = value
+        before.append(entry.module._parameters[entry.name])
+        entry.module._parameters[entry.name] = value  # type: ignore[assignment]
+    return before
+
+
+def unbind(entries: list[Entry], before: list[torch.Tensor | None]) -> None:
+    for entry, value in zip(entries, before, strict=True):
+        entry.module._parameters[entry.name] = value  # type: ignore[assignment]

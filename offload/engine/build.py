@@ -1,0 +1,130 @@
+"""From a model and a plan to units, records and shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from offload.engine.record import DTYPE_NAMES, Record, Unit, flat_slices
+from offload.engine.units import Units, depths, find_units
+from offload.errors import ConfigError
+from offload.memory.arena import Arena
+from offload.memory.shard import Shard
+from offload.memory.swap import SwapSpace
+from offload.planner.layout import DTYPE_BYTES, ParameterSpec, UnitSpec
+from offload.planner.placement import Plan, chunks_of, gradient_chunk_bytes, state_chunk_bytes
+
+
+@dataclass
+class Member:
+    """A parameter of a unit, with every module and attribute that holds it."""
+
+    name: str
+    parameter: nn.Parameter
+    uses: list[tuple[nn.Module, str]]
+
+
+@dataclass
+class Found:
+    """A unit before it is planned. A parameter belongs to the first unit that holds it."""
+
+    name: str
+    module: nn.Module
+    repeated: bool
+    depth: int
+    members: list[Member]
+
+    def spec(self) -> UnitSpec:
+        return UnitSpec(self.name, tuple(_spec(m) for m in self.members), self.depth, self.repeated)
+
+
+def _spec(member: Member) -> ParameterSpec:
+    p = member.parameter
+    if p.dtype not in DTYPE_NAMES:
+        raise ConfigError(f"parameter {member.name} is {p.dtype}, which is not supported")
+    if p.requires_grad and p.dtype == torch.float64:
+        raise ConfigError(f"parameter {member.name} is float64; masters are fp32: convert it before prepare(), or freeze it")
+    return ParameterSpec(member.name, p.numel(), DTYPE_NAMES[p.dtype], p.requires_grad, len(member.uses), p.shape[-1] if p.ndim > 1 else 0)
+
+
+def discover(model: nn.Module, units: Units) -> list[Found]:
+    """The model's units in order, each parameter in exactly one."""
+    found = find_units(model, units)
+    names = {id(p): n for n, p in model.named_parameters()}
+    tops = {id(m) for _, m, _ in found}
+    seen: dict[int, Member] = {}
+    out: list[Found] = []
+    for (name, module, repeated), depth in zip(found, depths(found, model), strict=True):
+        members: list[Member] = []
+        for sub in _own_modules(module, tops):
+            for key, p in sub._parameters.items():
+                if p is None:
+                    continue
+                if id(p) not in seen:
+                    seen[id(p)] = Member(names[id(p)], p, [])
+                    members.append(seen[id(p)])
+                seen[id(p)].uses.append((sub, key))
+        out.append(Found(name, module, repeated, depth, members))
+    return out
+
+
+def _own_modules(top: nn.Module, tops: set[int]) -> list[nn.Module]:
+    out: list[nn.Module] = []
+    seen: set[int] = set()
+
+    def walk(module: nn.Module) -> None:
+        if id(module) in seen or (module is not top and id(module) in tops):
+            return
+        seen.add(id(module))
+        out.append(module)
+        for child in module.children():
+            walk(child)
+
+    walk(top)
+    return out
+
+
+def make_records(found: Sequence[Found], plan: Plan) -> tuple[list[Unit], list[Record]]:
+    units: list[Unit] = []
+    records: list[Record] = []
+    for number, (part, layout) in enumerate(zip(found, plan.layouts, strict=True)):
+        own: list[Record] = []
+        for f, flat in enumerate(layout.flats):
+            for index, offset in zip(flat.parameters, flat.offsets, strict=True):
+                m = part.members[index]
+                p = m.parameter
+                own.append(Record(0, m.name, p.shape, p.dtype, flat.trained, number, f, offset, flat_slices(layout, f, index), p, m.uses))
+        own.sort(key=lambda r: [m.name for m in part.members].index(r.name))
+        units.append(Unit(number, part.name, layout, own, [part.module], repeated=part.repeated))
+        records += own
+    for number, record in enumerate(records):
+        record.number = number
+    return units, records
+
+
+def make_shards(units: Sequence[Unit], plan: Plan, host: Arena, device: Arena, space: SwapSpace | None) -> None:
+    """Takes every shard's bytes from its tier."""
+
+    def take(tier: str, nbytes: int) -> Shard:
+        if tier == "nvme":
+            assert space is not None
+            return Shard(tier, nbytes, extent=space.allocate(nbytes), space=space)
+        return Shard(tier, nbytes, memory=(host if tier == "host" else device).take(nbytes))
+
+    for u, unit in enumerate(units):
+        unit.parameters = [take(plan.parameter[u], f.nbytes) for f in unit.layout.flats]
+        chunks = chunks_of(unit.layout)
+        unit.gradients = [take(t, gradient_chunk_bytes(c, plan.grad)) for t, c in zip(plan.gradient[u], chunks, strict=True)]
+        unit.states = [take(t, state_chunk_bytes(c, plan.own_master)) for t, c in zip(plan.state[u], chunks, strict=True)]
+
+
+def arena_bytes(plan: Plan) -> dict[str, int]:
+    """What each arena holds: state at rest, and slots or staging buffers."""
+    return {"device": plan.resting["device"] + sum(plan.slots), "host": plan.resting["host"] + plan.frames * plan.frame_bytes}
+
+
+def element_bytes(dtype: torch.dtype) -> int:
+    return DTYPE_BYTES[DTYPE_NAMES[dtype]]

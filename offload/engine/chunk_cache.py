@@ -1,0 +1,92 @@
+"""Gradient chunks that rest on NVMe, while they are written to: a write-back cache over a few staging buffers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from offload.memory.shard import Shard
+from offload.transfer.frames import FramePool
+from offload.transfer.queue import Transfer
+
+
+@dataclass
+class _Entry:
+    shard: Shard
+    frame: torch.Tensor
+    dirty: bool = False
+    writing: Transfer | None = None
+
+
+class ChunkCache:
+    """Holds at most `quota` frames. `memory` gives a chunk's bytes to read and write; `finish` starts its write-back; `flush` ends with all written and every frame returned."""
+
+    def __init__(self, frames: FramePool, quota: int) -> None:
+        self._frames, self._quota = frames, max(1, quota)
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        self._on_disk: set[int] = set()
+
+    def memory(self, key: int, shard: Shard, *, fresh: bool, dirty: bool) -> torch.Tensor:
+        """The chunk's bytes. `fresh`: what was there no longer counts, so nothing is read. `dirty`: the caller writes to them."""
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = _Entry(shard, self._frame())
+            self._entries[key] = entry
+            if fresh:
+                entry.frame[: shard.nbytes].zero_()
+            elif key in self._on_disk:
+                shard.read(0, entry.frame[: shard.nbytes])
+            else:
+                entry.frame[: shard.nbytes].zero_()
+        elif dirty and entry.writing is not None:
+            self._settle(entry)
+        self._entries.move_to_end(key)
+        entry.dirty = entry.dirty or dirty
+        return entry.frame[: shard.nbytes]
+
+    def finish(self, key: int) -> None:
+        """Starts writing a chunk back: nothing more is expected of it for now."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.dirty:
+            self._start_write(key, entry)
+
+    def flush(self) -> None:
+        for key, entry in self._entries.items():
+            if entry.dirty:
+                self._start_write(key, entry)
+        while self._entries:
+            _, entry = self._entries.popitem(last=False)
+            try:
+                self._settle(entry)
+            finally:
+                self._frames.give(entry.frame)
+
+    def _start_write(self, key: int, entry: _Entry) -> None:
+        self._settle(entry)
+        entry.writing = entry.shard.write_async(0, entry.frame[: entry.shard.nbytes])
+        entry.dirty = False
+        self._on_disk.add(key)
+
+    def _settle(self, entry: _Entry) -> None:
+        writing, entry.writing = entry.writing, None
+        if writing is not None:
+            writing.wait()
+
+    def _frame(self) -> torch.Tensor:
+        if len(self._entries) < self._quota:
+            return self._frames.take()
+        clean = next((k for k, e in self._entries.items() if not e.dirty), None)
+        key = clean if clean is not None else next(iter(self._entries))
+        entry = self._entries[key]
+        if entry.dirty:
+            self._start_write(key, entry)
+        self._settle(entry)
+        del self._entries[key]
+        return entry.frame
+
+    def moved(self, keys: Iterable[int]) -> None:
+        """These chunks' shards are others now, and hold what they should."""
+        self._on_disk.update(keys)

@@ -1,0 +1,250 @@
+"""The engine of one prepared model: owns its tiers, its state and its hooks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import xxhash
+from torch import nn
+
+from offload import _core
+from offload.config import Tiers
+from offload.engine.atrest import AtRest
+from offload.engine.build import Found, arena_bytes, make_records, make_shards
+from offload.engine.gradients import Gradients
+from offload.engine.initialise import fill_buffers, initial_values
+from offload.engine.record import CODES, DTYPES, Record, Unit
+from offload.engine.slots import Slots
+from offload.engine.sources import MomentSource, ValueSource
+from offload.engine.state import State
+from offload.engine.streamer import Streamer
+from offload.engine.update import Updates
+from offload.errors import BudgetError, ConfigError, OffloadError
+from offload.memory.arena import Arena, reserve
+from offload.memory.budget import Budget
+from offload.memory.shard import Shard
+from offload.memory.swap import SwapSpace
+from offload.planner.placement import Plan, human
+from offload.transfer.device import Device
+from offload.transfer.frames import FramePool
+
+log = logging.getLogger("offload")
+
+
+class Engine:
+    """Everything behind one prepared model. Built by `prepare`; `close()` gives all of it back."""
+
+    def __init__(self, model: nn.Module, found: Sequence[Found], plan: Plan, tiers: Tiers, device: Device, seed: int) -> None:
+        self.model, self.plan, self.device, self.seed = model, plan, device, seed
+        self.budgets = {tier: Budget(tier, n) for tier, n in tiers.budget_bytes().items()}
+        self.closed = False
+        self.runtime: object = None
+        self.skipped = 0
+        self.update_seconds: dict[str, float] = {}
+        self.space: SwapSpace | None = None
+        self._held = [self.budgets[tier].reserve(n, "state, slots and staging") for tier, n in (arena_bytes(plan) | {"nvme": plan.resting["nvme"]}).items()]
+        self.units, self.records = make_records(found, plan)
+        try:
+            self._open_tiers(tiers, plan)
+            self._build(plan)
+            self._take_over()
+        except BaseException:
+            self._close_tiers()
+            raise
+
+    def _open_tiers(self, tiers: Tiers, plan: Plan) -> None:
+        sizes = arena_bytes(plan)
+        if plan.resting["nvme"]:
+            self.space = SwapSpace(tiers.nvme)
+        self.host = Arena("host", sizes["host"])
+        self.device.register(self.host)
+        self.arena = self.device.memory(sizes["device"])
+        make_shards(self.units, plan, self.host, self.arena, self.space)
+        self.frames = FramePool(self.host.take(plan.frames * plan.frame_bytes), plan.frames, plan.frame_bytes) if plan.frames else None
+        if self.space is not None:
+            self.space.open()
+
+    def _build(self, plan: Plan) -> None:
+        compute = DTYPES[plan.compute]
+        self.state = State(self.units, compute, plan.own_master, self._before_access, self._refresh)
+        self.slots = Slots(self.units, plan.slots, self.device, compute, self.frames, self.arena.take)
+        self.gradients = Gradients(self.units, self.records, DTYPES[plan.grad], self.device, self.frames)
+        self.updates = Updates(self.units, self.records, plan.own_master, compute, DTYPES[plan.grad], self.frames)
+        self.values = [ValueSource(r, self) for r in self.records]
+
+    def _take_over(self) -> None:
+        """Values go to their shards, and parameters become tensors at rest, unit by unit."""
+        for unit in self.units:
+            meta = [r for r in unit.records if r.parameter.is_meta]
+            if meta and len(meta) < len(unit.records):
+                raise ConfigError(f"unit {unit.name} is partly on the meta device: {meta[0].name} is, others are not")
+            unit.initialised = not meta
+            for record in unit.records:
+                p = record.parameter
+                if p.grad is not None:
+                    raise ConfigError(f"parameter {record.name} has a gradient already; call prepare() before the first backward, or set .grad = None")
+                if not p.is_meta:
+                    self.state.write_value(record, p, ready=False)
+                at_rest = nn.Parameter(AtRest(self.values[record.number]), requires_grad=p.requires_grad)
+                torch.utils.swap_tensors(p, at_rest)
+        fill_buffers(self.model, self.seed)
+        if self.device.compute.type != "cpu":
+            for module in self.model.modules():
+                for key, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[key] = buffer.to(self.device.compute)
+        self.streamer = Streamer(self.model, self.units, self.records, self.slots, self.gradients, self.plan.activations == "recompute", self.initialise)
+        self.streamer.before_backward = self._before_backward
+
+    # Values
+
+    def initialise(self, number: int) -> None:
+        """Gives a unit of a meta model its values, unless they were written already."""
+        unit = self.units[number]
+        if unit.initialised:
+            return
+        unit.initialised = True
+        names = {id(m): n for n, m in self.model.named_modules()}
+        done: set[int] = set()
+        for record in unit.records:
+            module = record.uses[0][0]
+            if id(module) in done:
+                continue
+            done.add(id(module))
+            values = initial_values(self.model, names[id(module)], module, self.seed)
+            for other in unit.records:
+                for holder, key in other.uses[:1]:
+                    if holder is module:
+                        self.state.write_value(other, values[key], ready=False)
+
+    def written_whole(self, number: int) -> None:
+        """The caller writes every value of a unit next: its own rule need not."""
+        self.units[number].initialised = True
+
+    def _before_access(self, record: Record) -> None:
+        if self.closed:
+            raise OffloadError(f"the runtime that holds {record.name} was closed")
+        self.initialise(record.unit)
+
+    def _refresh(self, record: Record, stored: torch.Tensor) -> None:
+        """A value was written at rest: a copy in a slot follows."""
+        if record.unit in self.slots.where:
+            flat = self.slots.resident(record.unit)[record.flat]
+            flat[record.offset : record.offset + record.numel].copy_(stored)
+
+    # Gradients
+
+    def _before_backward(self) -> None:
+        if self.gradients.dtype != torch.float32 and any(r.parameter.grad is not None for r in self.records if r.trained):
+            self.widen_gradients()
+
+    def widen_gradients(self) -> None:
+        """A backward adds to gradients kept in fewer bits: sums are fp32 from here on, or BudgetError before anything is computed."""
+        need = sum(2 * s.nbytes for u in self.units for s in u.gradients)
+        tier = next((t for t in ("host", "nvme") if self._can_take(t, need)), None)
+        if tier is None:
+            raise BudgetError(
+                f"a second backward before the step keeps sums in fp32, which needs {human(need)}; the host tier has {human(self.budgets['host'].free)} left and nvme "
+                f"{human(self.budgets['nvme'].free)}. Declare it with prepare(..., accumulate=N), raise a budget, or call zero_grad() between"
+            )
+        self._held.append(self.budgets[tier].reserve(need, "fp32 sums of gradients"))
+        memory = reserve(need) if tier == "host" else None
+        at = 0
+
+        def reshard(unit: Unit, chunk: int) -> Shard:
+            nonlocal at
+            nbytes = 2 * unit.gradients[chunk].nbytes
+            at += nbytes
+            if memory is not None:
+                return Shard("host", nbytes, memory=memory[at - nbytes : at])
+            assert self.space is not None
+            return Shard("nvme", nbytes, extent=self.space.allocate(nbytes), space=self.space)
+
+        self.gradients.widen(reshard)
+        self.updates = Updates(self.units, self.records, self.plan.own_master, DTYPES[self.plan.compute], torch.float32, self.frames)
+
+    def _can_take(self, tier: str, nbytes: int) -> bool:
+        return self.budgets[tier].free >= nbytes and (tier == "host" or (self.space is not None and self.frames is not None))
+
+    def norm(self, records: Iterable[Record] | None = None) -> float:
+        """The 2-norm of all gradients as they read."""
+        present = [r for r in (self.records if records is None else records) if r.trained and self.gradients.adopt(r)]
+        self.gradients.settle()
+        return math.sqrt(math.fsum(self.gradients.norm_squared(r) for r in present))
+
+    def not_finite(self, records: Iterable[Record]) -> Record | None:
+        self.gradients.settle()
+        return next((r for r in records if not math.isfinite(self.gradients.norm_squared(r))), None)
+
+    # Updates
+
+    def update(self, hypers: dict[int, dict[str, float | int | bool]]) -> None:
+        """Updates the parameters whose numbers have hyperparameters (fields of ops.HYPER); their gradients have come to rest."""
+        self.gradients.flush()
+        self.device.settle()
+        self.slots.settle()
+        table = self.updates.hyper()
+        for number, fields in hypers.items():
+            for key, value in fields.items():
+                table[number][key] = value
+            table[number]["grad_scale"] *= self.gradients.scale_of(self.records[number])
+            table[number]["active"] = 1
+        stats = self.updates.run(table)
+        for key, value in stats.items():
+            self.update_seconds[key] = self.update_seconds.get(key, 0.0) + value
+        self.slots.forget()
+
+    def moment(self, record: Record, role: str) -> AtRest:
+        return AtRest(MomentSource(record, self.state, role))
+
+    # Whole
+
+    def digest(self) -> str:
+        """A hash, by name, of fp32 master values, moments and steps; frozen parameters by value."""
+        whole = xxhash.xxh3_128()
+        for record in sorted(self.records, key=lambda r: r.name):
+            whole.update(f"{record.name} {record.step} ".encode())
+            for role in ("master", "exp_avg", "exp_avg_sq") if record.trained else ("value",):
+                for part in self.state.stream(record, role):
+                    whole.update((part.float() if part.dtype in CODES else part).view(torch.uint8).numpy())
+        return whole.hexdigest()
+
+    def synchronize(self) -> None:
+        self.gradients.settle()
+        self.device.settle()
+
+    def close(self) -> None:
+        """Gives back memory, files and threads. Parameters cannot be read afterwards."""
+        if self.closed:
+            return
+        try:
+            self.streamer.close()
+            self.synchronize()
+        finally:
+            self.closed = True
+            self._close_tiers()
+
+    def _close_tiers(self) -> None:
+        self.device.close()
+        for name in ("updates", "slots", "frames", "gradients"):
+            part = getattr(self, name, None)
+            if name == "slots" and part is not None:
+                part.close()
+            if name in self.__dict__:
+                delattr(self, name)
+        for record in self.records:
+            if record.parameter.grad is not None and isinstance(record.parameter.grad, AtRest):
+                record.parameter.grad = None
+        for unit in self.units:
+            unit.parameters, unit.gradients, unit.states = [], [], []
+        if self.space is not None:
+            self.space.close()
+        for arena in (getattr(self, "host", None), getattr(self, "arena", None)):
+            if arena is not None:
+                arena.close()
+        for held in self._held:
+            held.release()
+        _core.trim()

@@ -1,0 +1,237 @@
+"""Gradients at rest.
+
+[Note: gradients at rest]
+Bind's backward wraps a gradient in a `Contribution`; autograd sums contributions and hands them to the parameter; the hook that runs after
+that lands the result here. Landing casts, stores and takes the sums of squares of fixed blocks in one pass, in one thread at a time. A gradient has a
+`scale` that clipping sets and the update applies, so clipping moves no bytes. `p.grad is None` alone starts a new generation.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from offload import _core
+from offload.errors import OffloadError
+from offload.memory.shard import Shard
+from offload.engine.atrest import AtRest
+from offload.engine.chunk_cache import ChunkCache
+from offload.engine.record import CODES, NORM_BLOCK, Record, Unit
+from offload.engine.sources import Contribution, GradientSource
+from offload.transfer.device import Device
+from offload.transfer.frames import FramePool
+from offload.transfer.queue import Transfer
+
+
+@dataclass
+class _Entry:
+    """What is known of one parameter's gradient at rest."""
+
+    generation: int = 0
+    scale: float = 1.0
+    landing: list[Transfer] = field(default_factory=list)
+    early_task: int = -1
+
+
+class Gradients:
+    """The gradients of all trained parameters, in `dtype`, on the tiers of their chunks' shards."""
+
+    def __init__(self, units: list[Unit], records: list[Record], dtype: torch.dtype, device: Device, frames: FramePool | None) -> None:
+        self.units, self.records, self.dtype, self.device = units, records, dtype, device
+        self._entries = {r.number: _Entry() for r in records}
+        self._lock = threading.RLock()
+        self._cache = ChunkCache(frames, frames.count - 2) if frames is not None else None
+        self._awaited: dict[int, set[int]] = {}
+        self._first_chunk = [0]
+        for unit in units:
+            self._first_chunk.append(self._first_chunk[-1] + len(unit.gradients))
+        for r in records:
+            if r.trained:
+                r.sums = torch.zeros(max(1, -(-r.numel // NORM_BLOCK)), dtype=torch.float64)
+
+    # Arrival
+
+    def contribution(self, record: Record, value: torch.Tensor) -> Contribution:
+        """One use's gradient. A first use of several lands early where that keeps its bits and nothing looks at it on the way."""
+        out = Contribution(record, self, value)
+        p, entry, task = record.parameter, self._entries[record.number], torch._C._current_graph_task_id()
+        if len(record.uses) > 1 and p.grad is None and not p._backward_hooks and value.dtype == self.dtype and entry.early_task != task:
+            entry.early_task = task
+            out.landed, out.value = self.land(record, value), None
+        return out
+
+    def arrived(self, record: Record) -> None:
+        """After autograd accumulated into `.grad`: what is there rests here from now on."""
+        grad = record.parameter.grad
+        if grad is None:
+            return
+        if isinstance(grad, AtRest) and not grad.chain:
+            source = grad.source
+            if isinstance(source, GradientSource) and source.record is record:
+                return
+            if isinstance(source, Contribution) and source.record is record:
+                grad.source = source.landed or self.land(record, source.held())
+                return
+        value = grad.plain() if isinstance(grad, AtRest) else grad.detach()
+        record.parameter.grad = AtRest(self.land(record, value))
+
+    def adopt(self, record: Record) -> bool:
+        """Before an update: whether there is a gradient; one that the user put in `.grad` comes to rest here."""
+        if record.parameter.grad is None:
+            return False
+        grad = record.parameter.grad
+        if isinstance(grad, AtRest) and not grad.chain and isinstance(grad.source, GradientSource) and grad.source.record is record:
+            if not grad.source.current:
+                raise OffloadError(f"the gradient in {record.name}.grad was replaced by that of a later backward")
+            return True
+        self.arrived(record)
+        return True
+
+    def generation(self, record: Record) -> int:
+        return self._entries[record.number].generation
+
+    def land(self, record: Record, value: torch.Tensor) -> GradientSource:
+        """A fresh start: `value` replaces whatever was here."""
+        if not record.trained:
+            raise OffloadError(
+                f"parameter {record.name} was frozen when prepare() ran, so it has no master and no moments; set requires_grad before prepare()"
+            )
+        entry = self._entries[record.number]
+        self._settle(entry)
+        entry.generation += 1
+        entry.scale = 1.0
+        source = value.contiguous()
+        entry.landing.append(self.device.send(source, lambda host: self._store(record, host, accumulate=False)))
+        return GradientSource(record, self, entry.generation)
+
+    def accumulate(self, record: Record, contribution: Contribution) -> None:
+        """Adds to what rests here: a later use of the same backward, or a later micro-batch."""
+        entry = self._entries[record.number]
+        scale, entry.scale = entry.scale, 1.0
+        value = contribution.held().contiguous()
+
+        def landing(host: torch.Tensor) -> None:
+            if scale != 1.0:
+                self._rescale(record, scale)
+            self._store(record, host, accumulate=True)
+
+        entry.landing.append(self.device.send(value, landing))
+
+    # Access
+
+    def read(self, record: Record) -> torch.Tensor:
+        """The gradient, flat, in the dtype at rest (fp32 where it is scaled)."""
+        entry = self._entries[record.number]
+        self._settle(entry)
+        out = torch.empty(record.numel, dtype=self.dtype)
+        for chunk, start, first, stop in self._pieces(record):
+            with self._lock:
+                part = self._memory(record, chunk, fresh=False, dirty=False)
+                out[first:stop].view(torch.uint8).copy_(part[start : start + (stop - first) * self.dtype.itemsize])
+        return out if entry.scale == 1.0 else out.float().mul_(entry.scale)
+
+    def write(self, record: Record, value: torch.Tensor) -> None:
+        entry = self._entries[record.number]
+        self._settle(entry)
+        entry.scale = 1.0
+        self._store(record, value.detach().to("cpu").contiguous(), accumulate=False)
+
+    def settle(self) -> None:
+        """Every landing is done; its error, if any, is raised."""
+        for entry in self._entries.values():
+            self._settle(entry)
+
+    def scale_of(self, record: Record) -> float:
+        return self._entries[record.number].scale
+
+    def scale(self, records: Iterable[Record], factor: float) -> None:
+        for record in records:
+            self._entries[record.number].scale *= factor
+
+    def norm_squared(self, record: Record) -> float:
+        """Exactly rounded sum of the blocks' sums of squares, of the gradient as it reads."""
+        return math.fsum(record.sums.tolist()) * self._entries[record.number].scale ** 2
+
+    def flush(self) -> None:
+        """Every landing is done and every chunk on NVMe is written; all staging buffers are free."""
+        self.settle()
+        if self._cache is not None:
+            with self._lock:
+                self._cache.flush()
+                self._awaited.clear()
+
+    def widen(self, reshard: Callable[[Unit, int], Shard]) -> None:
+        """From now on sums are fp32: each chunk moves to the shard that `reshard(unit, chunk)` makes for it."""
+        self.flush()
+        for unit in self.units:
+            for i, old in enumerate(unit.gradients):
+                new = reshard(unit, i)
+                raw = torch.empty(old.nbytes, dtype=torch.uint8)
+                old.read(0, raw)
+                new.write(0, raw.view(self.dtype).float())
+                unit.gradients[i] = new
+        self.dtype = torch.float32
+        if self._cache is not None:
+            self._cache.moved(key for key in range(self._first_chunk[-1]))
+
+    # Storing, in one thread at a time
+
+    def _settle(self, entry: _Entry) -> None:
+        landing, entry.landing = entry.landing, []
+        for transfer in landing:
+            transfer.wait()
+
+    def _pieces(self, record: Record) -> Iterable[tuple[int, int, int, int]]:
+        """(chunk, first byte in it, first element of the parameter, end element) of each slice."""
+        trained = self.units[record.unit].layout.trained
+        assert trained is not None
+        for chunk, piece in record.slices:
+            yield chunk, (piece.offset - trained.chunks[chunk].start) * self.dtype.itemsize, piece.start, piece.stop
+
+    def _memory(self, record: Record, chunk: int, *, fresh: bool, dirty: bool) -> torch.Tensor:
+        shard = self.units[record.unit].gradients[chunk]
+        if shard.memory is not None:
+            return shard.memory
+        if self._cache is None:
+            raise OffloadError("gradients rest on NVMe without staging buffers")
+        return self._cache.memory(self._first_chunk[record.unit] + chunk, shard, fresh=fresh, dirty=dirty)
+
+    def _store(self, record: Record, host: torch.Tensor, accumulate: bool) -> None:
+        if host.dtype not in CODES:
+            host = host.float()
+        with self._lock:
+            for chunk, start, first, stop in self._pieces(record):
+                part = self._memory(record, chunk, fresh=not accumulate and self._alone(record, chunk), dirty=True)
+                _core.land(
+                    part.data_ptr() + start, CODES[self.dtype], host.data_ptr() + first * host.element_size(), CODES[host.dtype], stop - first,
+                    accumulate, 1.0, record.sums.data_ptr() + first // NORM_BLOCK * 8, 0,
+                )  # fmt: skip
+                self._came(record, chunk)
+
+    def _rescale(self, record: Record, factor: float) -> None:
+        with self._lock:
+            for chunk, start, first, stop in self._pieces(record):
+                part = self._memory(record, chunk, fresh=False, dirty=True)
+                _core.scale(part.data_ptr() + start, CODES[self.dtype], stop - first, factor, 0)
+
+    def _alone(self, record: Record, chunk: int) -> bool:
+        trained = self.units[record.unit].layout.trained
+        assert trained is not None
+        return len(trained.chunks[chunk].slices) == 1
+
+    def _came(self, record: Record, chunk: int) -> None:
+        """A chunk on NVMe is written back as soon as all its parameters have come; one that waits for an unused one goes at the flush."""
+        unit = self.units[record.unit]
+        if self._cache is None or unit.gradients[chunk].memory is not None:
+            return
+        assert unit.layout.trained is not None
+        key = self._first_chunk[record.unit] + chunk
+        awaited = self._awaited.setdefault(key, set())
+        awaited.add(record.number)
+        if len(awaited) == len(unit.layout.trained.chunks[chunk].slices):
+            del self._awaited[key]
+            self._cache.finish(key)

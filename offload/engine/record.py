@@ -1,0 +1,70 @@
+"""What the runtime knows of one parameter, and of one unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from offload.memory.shard import Shard
+from offload.planner.layout import Slice, UnitLayout
+
+DTYPES = {
+    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64, "int8": torch.int8,
+    "uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64, "bool": torch.bool,
+}  # fmt: skip
+DTYPE_NAMES = {v: k for k, v in DTYPES.items()}
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the extension's dtype codes
+NORM_BLOCK = 4096  # elements a sum of squares; never depends on chunks
+
+
+@dataclass
+class Record:
+    """One parameter: where it lies in its unit, and its own step count.
+
+    `slices` pairs a chunk's number with the slice of this parameter in it, in order.
+    `sums` has the sum of squares of each block of the gradient at rest (float64).
+    """
+
+    number: int
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    trained: bool
+    unit: int
+    flat: int
+    offset: int
+    slices: tuple[tuple[int, Slice], ...]
+    parameter: nn.Parameter
+    uses: list[tuple[nn.Module, str]]
+    step: int = 0
+    sums: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+
+@dataclass
+class Unit:
+    """One unit: its layout, its shards, and the modules whose forward it serves.
+
+    `parameters` has a shard per flat, `gradients` and `states` one per chunk of the trained flat.
+    """
+
+    number: int
+    name: str
+    layout: UnitLayout
+    records: list[Record]
+    modules: list[nn.Module]
+    parameters: list[Shard] = field(default_factory=list)
+    gradients: list[Shard] = field(default_factory=list)
+    states: list[Shard] = field(default_factory=list)
+    initialised: bool = True
+    repeated: bool = False
+
+
+def flat_slices(layout: UnitLayout, flat: int, index: int) -> tuple[tuple[int, Slice], ...]:
+    """(chunk number, slice) of parameter `index` in a flat, in order."""
+    return tuple((c, s) for c, chunk in enumerate(layout.flats[flat].chunks) for s in chunk.slices if s.parameter == index)

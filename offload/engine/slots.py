@@ -1,0 +1,209 @@
+"""Slots: the reusable device buffers that hold a unit while it computes.
+
+[Note: leases]
+A unit is resident while a lease on it is held. A forward's lease is firm: its slot is never taken. A backward's is soft: it is given up to a
+unit that finds no other slot, because what backward still needs is found again through its saved handles. Everything else in a slot is a
+cache in least-recently-used order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from offload.errors import BudgetError
+from offload.engine.record import DTYPES, Unit
+from offload.transfer.device import Copy, Device
+from offload.transfer.frames import FramePool
+from offload.transfer.queue import Transfer
+
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(eq=False)
+class Slot:
+    """A device buffer. `unit` is what it holds or is being filled with; `arriving` is the transfer that fills it."""
+
+    number: int
+    memory: torch.Tensor
+    unit: int | None = None
+    arriving: Transfer | None = None
+    used: int = 0
+
+
+@dataclass
+class Use:
+    """Leases held on one unit."""
+
+    firm: int = 0
+    soft: bool = False
+
+
+@dataclass
+class Counters:
+    fetches: int = 0
+    misses: int = 0
+    stall_seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0})
+
+
+class Slots:
+    """Who is resident where. `views` gives a resident unit's flats as device tensors in the dtype they are computed with."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        sizes: Sequence[int],
+        device: Device,
+        compute: torch.dtype,
+        frames: FramePool | None,
+        take: Callable[[int], torch.Tensor],
+    ) -> None:
+        self.units, self.device, self.compute, self.frames = units, device, compute, frames
+        self.slots = [Slot(i, take(size)) for i, size in enumerate(sizes)]
+        self.by_storage = {s.memory.untyped_storage().data_ptr(): s for s in self.slots}
+        self.uses = [Use() for _ in units]
+        self.where: dict[int, Slot] = {}
+        self.counters = Counters()
+        self.on_steal: Callable[[int], None] = lambda unit: None
+        self._clock = 0
+        self._fixed = {u.number: self._in_place(u) for u in units if self._rests_in_reach(u)}
+
+    def _rests_in_reach(self, unit: Unit) -> bool:
+        for flat, shard in zip(unit.layout.flats, unit.parameters, strict=True):
+            stored = DTYPES[flat.dtype]
+            if stored in _FLOATING and stored != self.compute:
+                return False
+            if not (shard.tier == "device" or (shard.tier == "host" and self.device.direct)):
+                return False
+        return True
+
+    def _in_place(self, unit: Unit) -> list[torch.Tensor]:
+        return [
+            s.memory[: f.numel * DTYPES[f.dtype].itemsize].view(DTYPES[f.dtype])
+            for f, s in zip(unit.layout.flats, unit.parameters, strict=True)
+            if s.memory is not None
+        ]
+
+    def slot_dtype(self, stored: torch.dtype) -> torch.dtype:
+        return self.compute if stored in _FLOATING else stored
+
+    def slot_views(self, unit: Unit, memory: torch.Tensor) -> list[torch.Tensor]:
+        views, at = [], 0
+        for flat in unit.layout.flats:
+            dtype = self.slot_dtype(DTYPES[flat.dtype])
+            nbytes = flat.numel * dtype.itemsize
+            views.append(memory[at : at + nbytes].view(dtype))
+            at += -(-nbytes // 4096) * 4096
+        return views
+
+    def slot_bytes(self, unit: Unit) -> int:
+        return sum(-(-f.numel * self.slot_dtype(DTYPES[f.dtype]).itemsize // 4096) * 4096 for f in unit.layout.flats)
+
+    # Residency
+
+    def resident(self, number: int) -> list[torch.Tensor]:
+        """The unit's flats on the device, fetched and waited for if need be."""
+        if number in self._fixed:
+            return self._fixed[number]
+        slot = self.where.get(number)
+        if slot is None:
+            self.counters.misses += 1
+            chosen = self._choose(self.units[number], firm=True)
+            assert chosen is not None
+            slot = self._fill(chosen, number)
+        self._clock += 1
+        slot.used = self._clock
+        if slot.arriving is not None:
+            start = time.perf_counter()
+            arriving, slot.arriving = slot.arriving, None
+            arriving.wait()
+            self.counters.stall_seconds["fetch"] += time.perf_counter() - start
+        return self.slot_views(self.units[number], slot.memory)
+
+    def prefetch(self, number: int) -> bool:
+        """Starts fetching a unit if a slot can be had without taking one in use; whether it is on its way or there."""
+        if number in self._fixed or number in self.where:
+            return True
+        slot = self._choose(self.units[number], firm=False)
+        if slot is None:
+            return False
+        self._fill(slot, number)
+        return True
+
+    def at_hand(self, number: int) -> bool:
+        """Whether the unit is on the device or on its way."""
+        return number in self._fixed or number in self.where
+
+    def peek(self, number: int) -> list[torch.Tensor] | None:
+        """The unit's flats where it is on the device already, else None."""
+        if number in self._fixed:
+            return self._fixed[number]
+        return self.resident(number) if number in self.where else None
+
+    def forget(self) -> None:
+        """What slots hold is no longer current, except under a firm lease."""
+        for slot in self.slots:
+            if slot.unit is not None and not self.uses[slot.unit].firm:
+                self._empty(slot)
+
+    def settle(self) -> None:
+        for slot in self.slots:
+            if slot.arriving is not None:
+                arriving, slot.arriving = slot.arriving, None
+                arriving.wait()
+
+    def close(self) -> None:
+        self.slots, self.where, self._fixed, self.by_storage = [], {}, {}, {}
+
+    def _choose(self, unit: Unit, firm: bool) -> Slot | None:
+        size = self.slot_bytes(unit)
+        fits = sorted((s for s in self.slots if s.memory.numel() >= size), key=lambda s: s.memory.numel())
+        empty = next((s for s in fits if s.unit is None), None)
+        if empty is not None:
+            return empty
+        idle = [s for s in fits if s.unit is not None and not self.uses[s.unit].firm and not self.uses[s.unit].soft]
+        if not firm:
+            newest = max((s.used for s in self.slots), default=0)
+            idle = [s for s in idle if s.used < newest and s.arriving is None]
+            small = [s for s in idle if s.memory.numel() <= 2 * size]  # a small unit does not push a large one out ahead of need
+            return min(small, key=lambda s: s.used, default=None)
+        if idle:
+            return min(idle, key=lambda s: (s.memory.numel() > 2 * size, s.used))
+        soft = [s for s in fits if s.unit is not None and not self.uses[s.unit].firm]
+        if soft:
+            slot = min(soft, key=lambda s: s.used)
+            assert slot.unit is not None
+            self.on_steal(slot.unit)
+            return slot
+        if not fits:
+            raise BudgetError(f"unit {unit.name} needs a slot of {size} bytes and the plan has none so large")
+        raise BudgetError(
+            f"unit {unit.name} finds no slot: all {len(fits)} that fit are in use by units whose forward is running ({', '.join(self.units[s.unit].name for s in fits if s.unit is not None)}); "
+            "raise the device budget, or name smaller units with units=[...]"
+        )
+
+    def _empty(self, slot: Slot) -> None:
+        if slot.arriving is not None:
+            arriving, slot.arriving = slot.arriving, None
+            arriving.wait()
+        if slot.unit is not None:
+            self.where.pop(slot.unit, None)
+            slot.unit = None
+
+    def _fill(self, slot: Slot, number: int) -> Slot:
+        self._empty(slot)
+        unit = self.units[number]
+        self._clock += 1
+        slot.unit, slot.used = number, self._clock
+        self.where[number] = slot
+        self.counters.fetches += 1
+        copies = [
+            Copy(view, shard, 0, DTYPES[flat.dtype])
+            for view, shard, flat in zip(self.slot_views(unit, slot.memory), unit.parameters, unit.layout.flats, strict=True)
+            if flat.numel
+        ]
+        slot.arriving = self.device.fetch(copies, self.frames)
+        return slot

@@ -1,0 +1,327 @@
+"""Streams units through the device around forward and backward. The only module that registers hooks.
+
+[Note: streaming]
+Forward: a unit's pre-hook takes a firm lease, binds its parameters and starts fetching the unit that follows in the recorded order; its post-hook
+undoes that. Tensors saved for backward that view a slot are packed as handles and found again wherever the unit then is; all others go to the
+hooks around (checkpointing's, say). Recomputation wraps inside the lease and outside those hooks, in the first forward and in the second alike, so that both save the
+same tensors. Backward: the first gradient of a unit's output takes a soft lease and binds again, for checkpoints that call `forward` without hooks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, is_dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import _autograd
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
+
+from offload.engine.binding import Entry, bind, unbind
+from offload.engine.gradients import Gradients
+from offload.engine.order import AccessOrder
+from offload.engine.record import Record, Unit
+from offload.engine.slots import Slots
+from offload.errors import ConfigError
+
+AHEAD = 4  # how far the recorded order is searched for a unit to fetch
+
+
+@dataclass
+class _Call:
+    """One forward of a unit under way."""
+
+    unit: int
+    before: list[torch.Tensor | None]
+    owners: list[int]
+    frame: FrameType | None = None
+    saved: saved_tensors_hooks | None = None
+    checkpoint: Generator[None, None, None] | None = None
+
+
+@dataclass
+class _Backward:
+    """The unit whose backward is under way, with what its modules had before it was bound."""
+
+    unit: int | None = None
+    before: list[torch.Tensor | None] = field(default_factory=list)
+    task: int = -1
+
+
+class Streamer:
+    """Hooks of one prepared model."""
+
+    def __init__(self, model: nn.Module, units: list[Unit], records: list[Record], slots: Slots, gradients: Gradients, recompute: bool, ready: Callable[[int], None]) -> None:
+        self.model, self.units, self.slots, self.gradients = model, units, slots, gradients
+        self.order = AccessOrder(len(units))
+        self.entries = _entries(units, records)
+        self.owners = [sorted({e.record.unit for e in entries}) for entries in self.entries]
+        self.recompute = recompute
+        self.before_backward: Callable[[], None] = lambda: None
+        self._ready = ready
+        self._calls: list[_Call] = []
+        self._backward = _Backward()
+        self._handles: list[Any] = []
+        slots.on_steal = self._stolen
+        self._register(model, records)
+
+    def _register(self, model: nn.Module, records: list[Record]) -> None:
+        keep = self._handles.append
+        keep(model.register_forward_pre_hook(self._root_forward, prepend=True, with_kwargs=True))
+        for unit in self.units:
+            for module in unit.modules:
+                keep(module.register_forward_pre_hook(lambda m, a, k, u=unit.number: self._enter(m, u, a, k), with_kwargs=True))
+                keep(module.register_forward_hook(lambda m, a, o, u=unit.number: self._leave(m, u, o), always_call=True, prepend=True))
+        for record in records:
+            if record.trained:
+                keep(record.parameter.register_post_accumulate_grad_hook(lambda p, r=record: self.gradients.arrived(r)))
+        for module in model.modules():
+            keep(module.register_load_state_dict_pre_hook(_copy_on_assign))
+
+    def close(self) -> None:
+        self.abandon()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # Forward
+
+    def _root_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        if module is not self.model:
+            return None  # a copy of the model took the hooks along
+        if torch._C._current_graph_task_id() < 0:  # inside a backward it is a recomputation, whose leases stand
+            self._end_backward()
+            self._end_interrupted()
+        return _to_device(args, self.slots), _to_device(kwargs, self.slots)
+
+    def _enter(self, module: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module not in self.units[number].modules:
+            return  # a copy of the model took the hooks along
+        self._check(number)
+        flats = self._lease(number)
+        call = _Call(number, bind(self.entries[number], flats, self.gradients), self.owners[number], sys._getframe(2))
+        self._calls.append(call)
+        self._visited(("forward", number))
+        if torch.is_grad_enabled():
+            if self.recompute and self.units[number].repeated:
+                call.checkpoint = self._checkpoint(module, number, args, kwargs)
+                next(call.checkpoint)
+            call.saved = self._saving()
+            call.saved.__enter__()
+
+    def _leave(self, module: nn.Module, number: int, output: Any) -> None:
+        if module not in self.units[number].modules or not any(c.unit == number for c in self._calls):
+            return  # its pre-hook did not get so far
+        while self._end(self._calls.pop()) != number:
+            pass
+        if output is not None and torch.is_grad_enabled():
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda grad, u=number: self._enter_backward(u))
+
+    def _end(self, call: _Call) -> int:
+        if call.saved is not None:
+            call.saved.__exit__(None, None, None)
+        if call.checkpoint is not None:
+            next(call.checkpoint, None)
+        unbind(self.entries[call.unit], call.before)
+        for owner in call.owners:
+            self.slots.uses[owner].firm -= 1
+        return call.unit
+
+    def _end_interrupted(self) -> None:
+        """Undoes forwards that an interrupt ended, whose hooks torch does not call: their frames are gone from the stack."""
+        while self._calls and self._calls[-1].frame is not None and not _on_stack(self._calls[-1].frame):
+            self._end(self._calls.pop())
+
+    def abandon(self) -> None:
+        """Undoes whatever is under way."""
+        while self._calls:
+            self._end(self._calls.pop())
+        self._end_backward()
+
+    def _lease(self, number: int) -> dict[int, list[torch.Tensor]]:
+        for owner in self.owners[number]:
+            self._ready(owner)
+            self.slots.uses[owner].firm += 1
+        try:
+            return {owner: self.slots.resident(owner) for owner in self.owners[number]}
+        except BaseException:
+            for owner in self.owners[number]:
+                self.slots.uses[owner].firm -= 1
+            raise
+
+    def _check(self, number: int) -> None:
+        for entry in self.entries[number]:
+            now = entry.module._parameters.get(entry.name)
+            if now is not entry.record.parameter and not self._bound(number):
+                raise ConfigError(
+                    f"parameter {entry.record.name} was replaced in its module after prepare(); write into it instead (p.copy_(value) under torch.no_grad()), or replace it before prepare()"
+                )
+
+    def _bound(self, number: int) -> bool:
+        return self._backward.unit == number or any(c.unit == number for c in self._calls)
+
+    @contextmanager
+    def lease(self, number: int) -> Iterator[None]:
+        """The unit resident and its parameters bound, gradients flowing, while the context lasts."""
+        flats = self._lease(number)
+        call = _Call(number, bind(self.entries[number], flats, self.gradients), self.owners[number])
+        self._calls.append(call)
+        self._visited(("forward", number))
+        try:
+            with self._saving():
+                yield
+        finally:
+            self._calls.remove(call)
+            self._end(call)
+
+    # Saved tensors
+
+    def _saving(self) -> saved_tensors_hooks:
+        outer = _autograd._top_saved_tensors_default_hooks(False)
+        slots = self.slots
+
+        def pack(tensor: torch.Tensor) -> Any:
+            slot = slots.by_storage.get(tensor.untyped_storage().data_ptr())
+            if slot is not None:
+                return True, (slot.unit, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+            return False, outer[0](tensor) if outer else tensor
+
+        def unpack(packed: Any) -> torch.Tensor:
+            in_slot, held = packed
+            if not in_slot:
+                return outer[1](held) if outer else held  # type: ignore[no-any-return]
+            unit, dtype, size, stride, offset = held
+            slots.resident(unit)
+            return torch.as_strided(slots.where[unit].memory.view(dtype), size, stride, offset)
+
+        return saved_tensors_hooks(pack, unpack)
+
+    def _checkpoint(self, module: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[None, None, None]:
+        def again(*args: Any, **kwargs: Any) -> Any:
+            flats = self._lease(number)
+            before = bind(self.entries[number], flats, self.gradients)
+            try:
+                with self._saving():
+                    return module.forward(*args, **kwargs)
+            finally:
+                unbind(self.entries[number], before)
+                for owner in self.owners[number]:
+                    self.slots.uses[owner].firm -= 1
+
+        return _checkpoint_without_reentrant_generator(again, True, noop_context_fn, "default", False, True, *args, **kwargs)  # type: ignore[no-any-return,no-untyped-call]
+
+    # Backward
+
+    def _enter_backward(self, number: int) -> None:
+        task = torch._C._current_graph_task_id()
+        if self._backward.task == -1:
+            self._backward.task = task
+            self.before_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        if self._backward.unit != number:
+            self._end_backward_unit()
+            flats = {owner: self.slots.resident(owner) for owner in self.owners[number]}
+            for owner in self.owners[number]:
+                self.slots.uses[owner].soft = True
+            with torch.enable_grad():
+                self._backward.before = bind(self.entries[number], flats, self.gradients)
+            self._backward.unit = number
+        self._visited(("backward", number))
+
+    def _end_backward_unit(self) -> None:
+        number, self._backward.unit = self._backward.unit, None
+        if number is None:
+            return
+        unbind(self.entries[number], self._backward.before)
+        self._backward.before = []
+        for owner in self.owners[number]:
+            self.slots.uses[owner].soft = False
+
+    def _end_backward(self) -> None:
+        self._end_backward_unit()
+        self._backward.task = -1
+
+    def _stolen(self, number: int) -> None:
+        if self._backward.unit is not None and number in self.owners[self._backward.unit]:
+            self._end_backward_unit()
+
+    def _visited(self, visit: tuple[str, int]) -> None:
+        self.order.note(visit)
+        for phase, number in self.order.ahead(AHEAD):
+            if visit[0] == "backward" and phase == "forward":
+                return  # an update comes between
+            owners = [o for o in self.owners[number] if not self.slots.at_hand(o)]
+            if owners:
+                for owner in owners:
+                    self._ready(owner)
+                    self.slots.prefetch(owner)
+                return
+
+
+def _entries(units: list[Unit], records: list[Record]) -> list[list[Entry]]:
+    of_module: dict[int, list[Entry]] = {}
+    for record in records:
+        for module, name in record.uses:
+            of_module.setdefault(id(module), []).append(Entry(module, name, record))
+    return [[e for top in unit.modules for m in _inside(top, unit, units) for e in of_module.get(id(m), ())] for unit in units]
+
+
+def _inside(top: nn.Module, unit: Unit, units: list[Unit]) -> Iterator[nn.Module]:
+    """The modules below `top` whose parameters it binds: those that are no unit of their own."""
+    others = {id(m) for u in units if u is not unit for m in u.modules}
+    seen: set[int] = set()
+    stack = [top]
+    while stack:
+        module = stack.pop()
+        if id(module) in seen or (id(module) in others and module is not top):
+            continue
+        seen.add(id(module))
+        yield module
+        stack.extend(module.children())
+
+
+def _on_stack(frame: FrameType) -> bool:
+    at: FrameType | None = sys._getframe(1)
+    while at is not None:
+        if at is frame:
+            return True
+        at = at.f_back
+    return False
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _tensors(value)
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        for value in vars(tree).values():
+            yield from _tensors(value)
+
+
+def _to_device(tree: Any, slots: Slots) -> Any:
+    """Inputs on the compute device, floating ones in the compute dtype."""
+    if isinstance(tree, torch.Tensor):
+        dtype = slots.compute if tree.is_floating_point() else tree.dtype
+        return tree.to(device=slots.device.compute, dtype=dtype)
+    if isinstance(tree, Mapping) and type(tree) is dict:
+        return {k: _to_device(v, slots) for k, v in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_to_device(v, slots) for v in tree)
+    return tree
+
+
+def _copy_on_assign(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
+    """`load_state_dict(assign=True)` copies: what it would assign would not be at rest."""
+    local_metadata["assign_to_params_buffers"] = False

@@ -1,0 +1,104 @@
+"""Updates: one job a chunk, read from where it rests, updated in one pass, written back where it rests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload import _core
+from offload.engine.record import CODES, Record, Unit
+from offload.memory.shard import Shard
+from offload.ops import HYPER
+from offload.transfer.frames import FramePool
+
+_ABSOLUTE, _FRAME, _ABSENT = 0, 1, -1
+_Where = tuple[int, int]
+
+
+class Updates:
+    """The jobs of every chunk, built once; a step picks those with gradients and gives each parameter its hyperparameters."""
+
+    def __init__(self, units: list[Unit], records: list[Record], own_master: bool, compute: torch.dtype, grad: torch.dtype, frames: FramePool | None) -> None:
+        self._own_master, self._compute, self._grad = own_master, compute, grad
+        self._records = records
+        self.pipeline = _core.Pipeline([f.data_ptr() for f in frames.all] if frames else [], frames.nbytes if frames else 0, 0)
+        self._jobs: list[tuple[int, bool, tuple[int, ...]]] = []  # (pipeline job, does I/O, record numbers)
+        of_unit: dict[int, list[Record]] = {}
+        for record in records:
+            of_unit.setdefault(record.unit, []).append(record)
+        for unit in units:
+            for chunk in range(len(unit.states)):
+                self._jobs.append(self._job(unit, chunk, of_unit[unit.number]))
+        self._jobs = _interleaved(self._jobs)
+
+    def _job(self, unit: Unit, number: int, records: list[Record]) -> tuple[int, bool, tuple[int, ...]]:
+        trained = unit.layout.trained
+        assert trained is not None
+        chunk = trained.chunks[number]
+        reads: list[Any] = []
+        writes: list[Any] = []
+        at = 0
+
+        def place(shard: Shard, start: int, nbytes: int, written: bool, read: bool) -> _Where:
+            """Where a stretch of a shard is during the update: in memory, or in the job's frame between a read and a write."""
+            nonlocal at
+            if shard.memory is not None:
+                return _ABSOLUTE, shard.address(start)
+            assert shard.space is not None and shard.extent is not None
+            here, at = at, at + -(-nbytes // 4096) * 4096
+            part = (shard.space.native(shard.extent.file), shard.extent.offset + start, here, nbytes)
+            if read:
+                reads.append(part)
+            if written:
+                writes.append(part)
+            return _FRAME, here
+
+        n, size = chunk.numel, self._compute.itemsize
+        state = place(unit.states[number], 0, unit.states[number].nbytes, written=True, read=True)
+        grad = place(unit.gradients[number], 0, unit.gradients[number].nbytes, written=False, read=True)
+        value = place(unit.parameters[0], chunk.start * size, n * size, written=True, read=self._own_master)
+        segments = []
+        by_index = {r.slices[0][1].parameter: r for r in records if r.trained and r.slices}
+        for piece in chunk.slices:
+            record = by_index[piece.parameter]
+            if piece.stop > piece.start:
+                segments.append(self._segment(record, piece.stop - piece.start, piece.offset - chunk.start, n, state, grad, value))
+        job = self.pipeline.add_job(reads, segments, writes, CODES[self._grad], CODES[self._compute])
+        return job, bool(reads or writes), tuple(s[0] for s in segments)
+
+    def _segment(self, record: Record, n: int, at: int, chunk: int, state: _Where, grad: _Where, value: _Where) -> tuple[Any, ...]:
+        def part(where: _Where, element: int, size: int) -> _Where:
+            return where[0], where[1] + element * size
+
+        copy = part(value, at, self._compute.itemsize)
+        roles = [part(state, k * chunk + at, 4) for k in range(2 if self._own_master else 3)]
+        master, (exp_avg, exp_avg_sq) = (copy, roles) if self._own_master else (roles[0], roles[1:])
+        out = (_ABSENT, 0) if self._own_master else copy
+        return record.number, n, master, part(grad, at, self._grad.itemsize), exp_avg, exp_avg_sq, out
+
+    def hyper(self) -> np.ndarray[Any, Any]:
+        """A record a parameter, none active."""
+        return np.zeros(max((r.number for r in self._records), default=-1) + 1, dtype=HYPER)
+
+    def run(self, hyper: np.ndarray[Any, Any]) -> dict[str, Any]:
+        """Updates every chunk that has an active parameter and waits; raises SwapError. Returns the pipeline's own counters."""
+        active = hyper["active"]
+        jobs = [job for job, _, numbers in self._jobs if any(active[i] for i in numbers)]
+        if not jobs:
+            return {}
+        batch = self.pipeline.submit(jobs, hyper)
+        batch.wait()
+        return dict(batch.stats())
+
+
+def _interleaved(jobs: list[tuple[int, bool, tuple[int, ...]]]) -> list[tuple[int, bool, tuple[int, ...]]]:
+    """Jobs that do I/O spread evenly among those that do not, so that the link is never idle while the cores work, nor they."""
+
+    def spread(part: Iterable[tuple[int, bool, tuple[int, ...]]]) -> list[tuple[float, tuple[int, bool, tuple[int, ...]]]]:
+        part = list(part)
+        return [((i + 0.5) / len(part), job) for i, job in enumerate(part)]
+
+    return [job for _, job in sorted(spread(j for j in jobs if j[1]) + spread(j for j in jobs if not j[1]), key=lambda x: x[0])]

@@ -1,0 +1,27 @@
+"""The errors users see; each message names what, where and the way out."""
+
+from __future__ import annotations
+
+
+class OffloadError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(OffloadError, ValueError):
+    """A setting or a use that cannot be honoured: which, where it was given and what to give instead."""
+
+
+class PlanError(OffloadError):
+    """The state does not fit its tiers: which tier, need, have, and three ways out."""
+
+
+class BudgetError(OffloadError):
+    """A tier's budget would be exceeded by something asked for after the plan was made."""
+
+
+class SwapError(OffloadError, OSError):
+    """I/O on a swap file failed: which file, which extent, what the kernel said."""
+
+
+class CheckpointError(OffloadError):
+    """A checkpoint or a weights file is damaged, missing or does not match the model."""

@@ -1,0 +1,76 @@
+"""A shard's bytes at rest, on whichever tier: a region of an arena, or an extent of a swap file."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+
+from offload.errors import OffloadError
+from offload.memory.swap import Extent, SwapSpace
+
+
+class Transfer(Protocol):
+    """One submitted move. `wait()` returns when it is done and raises what went wrong with it."""
+
+    def wait(self) -> None: ...
+
+    @property
+    def done(self) -> bool: ...
+
+
+@dataclass
+class Shard:
+    """`nbytes` at rest. Exactly one of `memory` (uint8 tensor) and `extent` is set; `space` goes with the latter."""
+
+    tier: str
+    nbytes: int
+    memory: torch.Tensor | None = None
+    extent: Extent | None = None
+    space: SwapSpace | None = None
+    owner: int = 0
+
+    def __post_init__(self) -> None:
+        self.owner = os.getpid()
+
+    def address(self, start: int = 0) -> int:
+        """Where byte `start` lies in RAM; only for shards that rest in memory."""
+        assert self.memory is not None
+        return self.memory.data_ptr() + start
+
+    def read_async(self, start: int, out: torch.Tensor) -> Transfer:
+        """Starts filling `out` (uint8, contiguous) with the bytes from `start` on; only for shards on NVMe."""
+        assert self.space is not None and self.extent is not None
+        return cast(Transfer, self.space.read(self.extent, start, out.data_ptr(), out.numel(), keep=out))
+
+    def write_async(self, start: int, data: torch.Tensor) -> Transfer:
+        assert self.space is not None and self.extent is not None
+        return cast(Transfer, self.space.write(self.extent, start, data.data_ptr(), data.numel(), keep=data))
+
+    def read(self, start: int, out: torch.Tensor) -> None:
+        """Fills `out` (any dtype, contiguous, CPU) with the bytes from `start` on."""
+        raw = out.view(-1).view(torch.uint8)
+        if not raw.numel():
+            return
+        if os.getpid() != self.owner:
+            raise OffloadError(
+                "state of a prepared model was read in a forked process, which does not have it; read it in the process that called prepare()"
+            )
+        if self.memory is not None:
+            raw.copy_(self.memory[start : start + raw.numel()])
+        else:
+            self.read_async(start, raw).wait()
+
+    def write(self, start: int, data: torch.Tensor) -> None:
+        """Puts the bytes of `data` (any dtype, contiguous, CPU) at `start`."""
+        raw = data.view(-1).view(torch.uint8)
+        if not raw.numel():
+            return
+        if os.getpid() != self.owner:
+            raise OffloadError("state of a prepared model was written in a forked process; write it in the process that called prepare()")
+        if self.memory is not None:
+            self.memory[start : start + raw.numel()].copy_(raw)
+        else:
+            self.write_async(start, raw).wait()

@@ -1,0 +1,327 @@
+"""Where every shard rests, and what the run holds besides. Pure policy: sizes and budgets in, a Plan or a PlanError out.
+
+The device is filled first, then the host, then NVMe, the hottest role first: parameters (read in every pass), gradients
+(written and read once a step), then states (once each a step). Parameters are placed by unit, gradients and states by chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload.config import Precision
+from offload.errors import ConfigError, PlanError
+from offload.planner import demand
+from offload.planner.layout import DTYPE_BYTES, Chunk, UnitLayout, UnitSpec, lay_out, round_up
+
+PAGE = 4096
+TIERS = ("device", "host", "nvme")
+CHUNKS = tuple((1 << 20) >> i for i in range(7))  # elements a chunk, largest first
+FRAMES_MOST, FRAMES_LEAST = 8, 3
+FRAMES_SHARE = 5  # at most this fraction of the host budget is staging, where a smaller chunk allows it
+
+
+@dataclass(frozen=True)
+class Capacities:
+    """Budgets in bytes. `rests`: state may rest in device memory and be updated there. `direct`: the device computes from host memory."""
+
+    device: int
+    host: int
+    nvme: int
+    rests: bool
+    direct: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What goes where. Tiers by unit (parameters) and by unit and chunk of its trained flat (gradients, states); sizes in bytes."""
+
+    layouts: tuple[UnitLayout, ...]
+    compute: str
+    grad: str
+    own_master: bool
+    parameter: tuple[str, ...]
+    gradient: tuple[tuple[str, ...], ...]
+    state: tuple[tuple[str, ...], ...]
+    slots: tuple[int, ...]
+    frames: int
+    frame_bytes: int
+    activations: str
+    working: demand.Working
+    resting: dict[str, int]
+    budgets: dict[str, int]
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        return {
+            "device": self.resting["device"] + sum(self.slots) + self.working.total,
+            "host": self.resting["host"] + self.frames * self.frame_bytes,
+            "nvme": self.resting["nvme"],
+        }
+
+    @property
+    def parameters(self) -> int:
+        return sum(u.spec.numel for u in self.layouts)
+
+    @property
+    def state_bytes(self) -> int:
+        """Parameters, gradients, masters and moments, without padding."""
+        total = 0
+        for unit in self.layouts:
+            for p in unit.spec.parameters:
+                kept = DTYPE_BYTES[self.compute] if p.trained else DTYPE_BYTES[p.dtype]
+                total += p.numel * (kept + (DTYPE_BYTES[self.grad] + state_element_bytes(self.own_master) if p.trained else 0))
+        return total
+
+    def describe(self) -> dict[str, dict[str, int]]:
+        """Bytes of each role on each tier."""
+        out = {role: dict.fromkeys(TIERS, 0) for role in ("parameter", "gradient", "optimizer")}
+        for u, unit in enumerate(self.layouts):
+            out["parameter"][self.parameter[u]] += sum(f.nbytes for f in unit.flats)
+            for i, chunk in enumerate(chunks_of(unit)):
+                out["gradient"][self.gradient[u][i]] += gradient_chunk_bytes(chunk, self.grad)
+                out["optimizer"][self.state[u][i]] += state_chunk_bytes(chunk, self.own_master)
+        return out
+
+
+def state_element_bytes(own_master: bool) -> int:
+    return 8 if own_master else 12
+
+
+def state_chunk_bytes(chunk: Chunk, own_master: bool) -> int:
+    return chunk.numel * state_element_bytes(own_master)
+
+
+def gradient_chunk_bytes(chunk: Chunk, grad: str) -> int:
+    return chunk.numel * DTYPE_BYTES[grad]
+
+
+def chunks_of(unit: UnitLayout) -> tuple[Chunk, ...]:
+    return unit.trained.chunks if unit.trained else ()
+
+
+def human(n: int) -> str:
+    return f"{n / (1 << 30):.2f} GiB" if n >= 1 << 30 else f"{n / (1 << 20):.1f} MiB"
+
+
+class _Filler:
+    """Hands out what is left of each tier; a role fixed to a tier takes from that tier alone."""
+
+    def __init__(self, left: dict[str, int], budgets: dict[str, int]) -> None:
+        self.left, self.budgets = left, budgets
+        self.taken = dict.fromkeys(TIERS, 0)
+
+    def put(self, nbytes: int, what: str, allowed: Sequence[str]) -> str:
+        size = round_up(nbytes, PAGE)
+        for tier in allowed:
+            if size <= self.left[tier]:
+                self.left[tier] -= size
+                self.taken[tier] += size
+                return tier
+        raise _Short(allowed[-1], what, size)
+
+
+class _Short(Exception):
+    def __init__(self, tier: str, what: str, nbytes: int) -> None:
+        super().__init__(what)
+        self.tier, self.what, self.nbytes = tier, what, nbytes
+
+
+@dataclass(frozen=True)
+class _Request:
+    units: tuple[UnitSpec, ...]
+    capacities: Capacities
+    compute: str
+    grad: str
+    place: dict[str, str]
+
+    def allowed(self, role: str) -> tuple[str, ...]:
+        fixed = self.place.get(role)
+        if fixed is not None:
+            return (fixed,)
+        return TIERS if self.capacities.rests else TIERS[1:]
+
+    @property
+    def own_master(self) -> bool:
+        return self.compute == "fp32"
+
+
+def check_place(place: dict[str, str] | None, capacities: Capacities) -> dict[str, str]:
+    for role, tier in (place or {}).items():
+        if role not in ("parameter", "gradient", "optimizer"):
+            raise ConfigError(f'place: unknown role "{role}"; roles are parameter, gradient, optimizer')
+        if tier not in TIERS:
+            raise ConfigError(f'place.{role}: unknown tier "{tier}"; tiers are device, host, nvme')
+        if tier == "nvme" and not capacities.nvme:
+            raise ConfigError(f"place.{role} is nvme, but tiers.nvme names no directory")
+        if tier == "device" and not capacities.rests:
+            raise ConfigError(f"place.{role} is device, which this device does not support yet; use host or nvme")
+    return dict(place or {})
+
+
+def frame_element_bytes(request: _Request) -> int:
+    return state_element_bytes(request.own_master) + 4 + DTYPE_BYTES[request.compute]  # gradients as sums, fp32
+
+
+def _attempt(request: _Request, work: demand.Working, mode: str, chunk: int, frames: int, slots: tuple[int, ...], bindable: bool) -> Plan:
+    """One way to lay everything out; raises _Short where it does not fit."""
+    cap = request.capacities
+    budgets = {"device": cap.device, "host": cap.host, "nvme": cap.nvme}
+    frame_bytes = round_up(chunk * frame_element_bytes(request), PAGE) if frames else 0
+    left = {"device": cap.device - work.total - sum(slots), "host": cap.host - frames * frame_bytes, "nvme": cap.nvme}
+    if left["device"] < 0:
+        raise _Short("device", "slots, activations, logits and gradients in flight", -left["device"])
+    if left["host"] < 0:
+        raise _Short("host", f"{frames} staging buffers", -left["host"])
+    fill = _Filler(left, budgets)
+    layouts = tuple(lay_out(u, request.compute, chunk) for u in request.units)
+    resident = _bindable_tiers(request) if bindable else ()
+    parameter = []
+    for unit in layouts:
+        size = sum(f.nbytes for f in unit.flats)
+        parameter.append(fill.put(size, f"the parameters of {unit.spec.name}", resident or request.allowed("parameter")))
+    gradient = tuple(
+        tuple(fill.put(gradient_chunk_bytes(c, request.grad), f"gradients of {u.spec.name}", request.allowed("gradient")) for c in chunks_of(u))
+        for u in layouts
+    )
+    state = tuple(
+        tuple(
+            fill.put(state_chunk_bytes(c, request.own_master), f"optimizer state of {u.spec.name}", request.allowed("optimizer"))
+            for c in chunks_of(u)
+        )
+        for u in layouts
+    )
+    if not frames and fill.taken["nvme"]:
+        raise _Short("host", "staging buffers for what rests on nvme", 0)
+    return Plan(
+        layouts,
+        request.compute,
+        request.grad,
+        request.own_master,
+        tuple(parameter),
+        gradient,
+        state,
+        slots,
+        frames,
+        frame_bytes,
+        mode,
+        work,
+        fill.taken,
+        budgets,
+    )
+
+
+def _bindable_tiers(request: _Request) -> tuple[str, ...]:
+    return tuple(t for t in request.allowed("parameter") if t == "device" or (t == "host" and request.capacities.direct))
+
+
+def binds_in_place(layout: UnitLayout, tier: str, compute: str, direct: bool) -> bool:
+    """Whether the device computes from where the unit's parameters rest, with no slot."""
+    plain = all(f.dtype == compute or f.dtype not in ("fp32", "bf16", "fp16", "fp64") for f in layout.flats)
+    return plain and (tier == "device" or (tier == "host" and direct))
+
+
+def _with_slots(request: _Request, work: demand.Working, mode: str, chunk: int, frames: int) -> Plan:
+    """Tries without slots (all parameters where the device computes from them), then with ample ones, then with the fewest."""
+    cap = request.capacities
+    depth = 1 + max((u.depth for u in request.units), default=0)
+    converted = [
+        demand.slot_bytes(u, request.compute)
+        for u in request.units
+        if not binds_in_place(lay_out(u, request.compute, chunk), "device", request.compute, True)
+    ]
+    if _bindable_tiers(request):
+        try:
+            return _attempt(request, work, mode, chunk, frames, demand.slot_sizes(converted, depth, 2), bindable=True)
+        except _Short:
+            pass
+    sizes = [demand.slot_bytes(u, request.compute) for u in request.units]
+    try:
+        plan = _attempt(request, work, mode, chunk, frames, demand.slot_sizes(sizes, depth, 3), bindable=False)
+    except _Short:
+        plan = _attempt(request, work, mode, chunk, frames, demand.fewest_slots(sizes, depth), bindable=False)
+    moved = [
+        s
+        for s, layout, tier in zip(sizes, plan.layouts, plan.parameter, strict=True)
+        if not binds_in_place(layout, tier, request.compute, cap.direct)
+    ]
+    if len(moved) < len(sizes):  # some rest where they compute: their slots are not needed
+        needed = min((demand.slot_sizes(moved, depth, 3), plan.slots), key=sum)
+        plan = Plan(**{**plan.__dict__, "slots": needed})
+    return plan
+
+
+def plan_units(
+    units: Sequence[UnitSpec],
+    capacities: Capacities,
+    precision: Precision,
+    *,
+    place: dict[str, str] | None = None,
+    batch: demand.Batch | None = None,
+    activations: str = "auto",
+    accumulate: int = 1,
+) -> Plan:
+    """The plan for these units under these budgets; PlanError says which tier is short, of what, by how much, and three ways out."""
+    grad = "fp32" if accumulate > 1 else precision.grad
+    request = _Request(tuple(units), capacities, precision.compute, grad, check_place(place, capacities))
+    modes = ("keep", "recompute") if activations == "auto" else (activations,)
+    short: _Short | None = None
+    best: Plan | None = None
+    for mode in modes:
+        work = demand.working(request.units, batch, precision.compute, mode, capacities.device)
+        for chunk, frames in _stagings(request):
+            try:
+                plan = _with_slots(request, work, mode, chunk, frames)
+            except _Short as e:
+                short = e
+                continue
+            if best is None or plan.resting["nvme"] < best.resting["nvme"]:
+                best = plan
+            break
+    if best is not None:
+        return best
+    if short is None:
+        raise PlanError("there is nothing to plan")
+    raise PlanError(_explain(request, short, batch, activations))
+
+
+def _stagings(request: _Request) -> list[tuple[int, int]]:
+    """(chunk elements, frames) worth trying, best first: no staging at all, then large chunks while staging stays a small share."""
+    largest = max((u.numel for u in request.units), default=1)
+    chunks = [c for c in CHUNKS if c <= max(round_up(largest, CHUNKS[-1]), CHUNKS[-1])] or [CHUNKS[-1]]
+    tries = [] if "nvme" in request.place.values() else [(chunks[0], 0)]
+    if not request.capacities.nvme:
+        return tries
+    size = frame_element_bytes(request)
+    for share in (FRAMES_SHARE, 2, 1):
+        for chunk in chunks:
+            for frames in range(FRAMES_MOST, FRAMES_LEAST - 1, -1):
+                if frames * chunk * size <= request.capacities.host // share and (frames >= 5 or chunk <= chunks[-1] * 2 or share < FRAMES_SHARE):
+                    tries.append((chunk, frames))
+                    break
+    return tries or [(chunks[-1], FRAMES_LEAST)]
+
+
+def _explain(request: _Request, short: _Short, batch: demand.Batch | None, activations: str) -> str:
+    cap = request.capacities
+    have = {"device": cap.device, "host": cap.host, "nvme": cap.nvme}
+    element = state_element_bytes(request.own_master) + DTYPE_BYTES[request.grad] + DTYPE_BYTES[request.compute]
+    total = sum(p.numel * (element if p.trained else DTYPE_BYTES[p.dtype]) for u in request.units for p in u.parameters)
+    slots = sum(
+        demand.fewest_slots([demand.slot_bytes(u, request.compute) for u in request.units], 1 + max((u.depth for u in request.units), default=0))
+    )
+    work = demand.working(request.units, batch, request.compute, "recompute" if activations == "auto" else activations, cap.device)
+    if short.tier == "device":
+        need = f"{human(work.total + slots)} (slots {human(slots)}, activations {human(work.activations)}, logits {human(work.logits)}, gradients {human(work.gradients)})"
+        ways = ("raise the device budget", "use a smaller batch or shorter sequences", 'set activations = "recompute"')
+    elif short.tier == "host":
+        need = f"{human(have['host'] + short.nbytes)} or more, for {short.what}"
+        ways = ("raise the host budget", "name a directory under tiers.nvme", "let the planner choose (no place)")
+    else:
+        need = f"{human(have['nvme'] + short.nbytes)} or more, for {short.what}"
+        ways = ("raise the nvme budget or add a directory under tiers.nvme", "raise the host budget", "train fewer parameters (freeze some)")
+    return (
+        f"the {short.tier} tier is short: need {need}; have {human(have[short.tier])}. The whole state is {human(total)}; "
+        f"device + host + nvme are {human(cap.device)} + {human(cap.host)} + {human(cap.nvme)}. "
+        f"Ways out: {ways[0]}; {ways[1]}; {ways[2]}."
+    )

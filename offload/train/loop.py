@@ -1,0 +1,237 @@
+"""A training run, from a checked run file to its summary."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import offload
+from offload.config import RunConfig
+from offload.errors import ConfigError
+from offload.observe import base
+from offload.observe.metrics import MetricsWriter
+from offload.train import loss, model
+from offload.train.data import PackedSequences, RandomSequences, Source, find_files, has_tokenizer, micro_batch, split
+from offload.train.progress import Reporter
+from offload.train.rundir import RunDirectory
+from offload.train.schedule import learning_rate
+from offload.train.tokenize import Tokenizing
+
+
+def compute_device(name: str) -> str:
+    """The device that `[train] device` means here."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train.device = 'cuda': torch finds no CUDA device; give 'cpu', 'sim' or 'auto'")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+@contextmanager
+def _sequences(config: RunConfig, vocab_size: int, directory: Path) -> Iterator[Callable[[], tuple[Source, Source | None, int]]]:
+    """Starts making data; the value, called, waits for it: training source, held-out source, number of held-out sequences."""
+    data, seed = config.data, config.train.seed
+    if data.source == "random":
+        sources = [RandomSequences(vocab_size, data.seq_length, seed, held_out) for held_out in (False, True)]
+        yield lambda: (sources[0], sources[1], data.eval_sequences)
+        return
+    if config.model.path is None or not has_tokenizer(Path(config.model.path)):
+        raise ConfigError('data.source: text needs a tokenizer in the directory of model.path; without one, give "random"')
+    trained, kept = split(find_files([data.source] if isinstance(data.source, str) else data.source), data.held_out, seed)
+    jobs = {"train": (trained, config.train.steps * data.accumulate * data.batch_size), "held-out": (kept, data.eval_sequences)}
+    child = Tokenizing(Path(config.model.path), jobs, data.seq_length, seed, directory)
+
+    def wait() -> tuple[Source, Source | None, int]:
+        child.wait()
+        tokens, held_out = child.take("train"), child.take("held-out")
+        if not len(tokens):
+            raise ConfigError(f"data.source: the text is shorter than one sequence of {data.seq_length} tokens")
+        return PackedSequences(tokens, seed), PackedSequences(held_out, seed), len(held_out)
+
+    try:
+        yield wait
+    finally:
+        child.close()
+
+
+class Trainer:
+    """One run: built by `open`, trained by `run`."""
+
+    def __init__(self, config: RunConfig, directory: RunDirectory, reporter: Reporter, metrics: MetricsWriter) -> None:
+        self._config, self._directory, self._reporter, self._metrics = config, directory, reporter, metrics
+        self._device = compute_device(config.train.device)
+        self._records: list[dict[str, Any]] = []
+        self._pending: tuple[dict[str, Any], float] | None = None  # the step whose seconds are not known yet, and its start
+
+    def open(self, closing: ExitStack) -> None:
+        """Measures the base, builds the model in its tiers and the optimizer over it; `closing` takes what must be closed."""
+        config, data = self._config, self._config.data
+        model_config = model.load_config(config.model)
+        vocab_size = int(model_config.get_text_config().vocab_size)
+        wait = closing.enter_context(_sequences(config, vocab_size, self._directory.path))
+        step, in_chunks = model.toy_steps(model_config)
+        base.measure(step)
+        self._source, self._held_out, self._held_out_count = wait()
+        if not self._held_out_count and data.eval_sequences:
+            self._reporter.note("no held-out text, so nothing is evaluated")
+
+        torch.manual_seed(config.train.seed)
+        self._model: Any = offload.prepare(
+            model.build(model_config),
+            config.tiers_value(),
+            device=self._device,
+            precision=config.precision_value(),
+            activations=config.train.activations,
+            place=dict(config.tiers.place) or None,
+            batch=(data.batch_size, data.seq_length),
+            accumulate=data.accumulate,
+            updates=config.train.updates,
+            seed=config.train.seed,
+        )
+        self._runtime: Any = offload.runtime(self._model)
+        closing.callback(self._runtime.close)
+        if config.model.path is not None:
+            offload.load_pretrained(self._model, config.model.path)
+        chosen = config.optimizer
+        kind = offload.optim.AdamW if chosen.name == "adamw" else offload.optim.Adam
+        self._optimizer: Any = kind(
+            self._model.parameters(), lr=chosen.lr, betas=tuple(chosen.betas), eps=chosen.eps, weight_decay=chosen.weight_decay
+        )
+        self._head: nn.Linear | None = loss.plain_head(self._model) if in_chunks() else None
+        if self._head is None:
+            self._reporter.note(f"{model_config.model_type}: the loss is computed from all logits at once")
+
+    def run(self, stopped: Callable[[], bool]) -> dict[str, Any]:
+        """Trains until the last step or until `stopped()`; returns the summary, which is written too."""
+        stats = self._runtime.stats()
+        for note in stats["notes"]:
+            self._reporter.note(note)
+        first = self._evaluate("before")
+        self._runtime.reset_counters()
+        for step in range(self._config.train.steps):
+            if stopped():
+                break
+            self._step(step)
+        self._runtime.synchronize()
+        self._finish_step(time.perf_counter())
+        interrupted = len(self._records) < self._config.train.steps
+        last = None if interrupted else self._evaluate("after")
+        summary = self._summary(first, last, interrupted)
+        self._metrics.close()
+        self._directory.write_json("summary.json", summary)
+        return summary
+
+    def _loss(self, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Mean loss of `ids` [B, L] times `scale`."""
+        if self._head is None:
+            return loss.full_causal_loss(self._model, ids, scale)
+        hidden = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        with self._runtime.lease(self._head):
+            return loss.chunked_causal_loss(hidden, self._head.weight, ids, scale)
+
+    def _ids(self, source: Source, step: int, micro: int, accumulate: int) -> torch.Tensor:
+        """Token ids [batch_size, seq_length] on the compute device."""
+        ids = micro_batch(source, step, micro, batch_size=self._config.data.batch_size, accumulate=accumulate)
+        return torch.from_numpy(ids).to("cuda" if self._device == "cuda" else "cpu")
+
+    def _step(self, step: int) -> None:
+        config, accumulate = self._config, self._config.data.accumulate
+        start = time.perf_counter()
+        self._finish_step(start)
+
+        # rates
+        chosen = config.optimizer
+        rate = learning_rate(step, peak=chosen.lr, steps=config.train.steps, warmup=chosen.warmup, schedule=chosen.schedule)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+
+        # gradients
+        total = 0.0
+        for micro in range(accumulate):
+            value = self._loss(self._ids(self._source, step, micro, accumulate), 1 / accumulate)
+            torch.autograd.backward(value)
+            total += float(value.detach())
+
+        # update
+        norm = offload.clip_grad_norm_(self._model, chosen.clip) if chosen.clip is not None else None
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+        tokens = accumulate * config.data.batch_size * config.data.seq_length
+        record = {"step": step + 1, "loss": total, "lr": rate, "grad_norm": None if norm is None else float(norm), "tokens": tokens}
+        self._pending = (record | {"tier_bytes": self._runtime.tier_bytes(), "skipped": int(self._optimizer.skipped)}, start)
+
+    def _finish_step(self, now: float) -> None:
+        """A step lasts until the next one starts: only then is its record whole."""
+        if self._pending is None:
+            return
+        (record, start), self._pending = self._pending, None
+        seconds = now - start
+        record |= {"seconds": seconds, "tokens_per_second": record["tokens"] / seconds}
+        self._records.append(record)
+        self._metrics.write(record)
+        self._reporter.step(record, self._config.tiers_value().budget_bytes())
+
+    def _evaluate(self, when: str) -> float | None:
+        """Mean loss over the held-out sequences, some at a time as in training."""
+        size, count = self._config.data.batch_size, self._held_out_count
+        if self._held_out is None or not count:
+            return None
+        total = 0.0
+        self._model.eval()
+        with torch.no_grad(), self._runtime.uncounted():
+            for first in range(0, count, size):
+                rows = min(size, count - first)
+                ids = self._ids(self._held_out, first // size, 0, 1)[:rows]
+                total += float(self._loss(ids)) * rows
+        self._model.train()
+        self._reporter.note(f"held-out loss {when}: {total / count:.4f}")
+        return total / count
+
+    def _summary(self, eval_first: float | None, eval_last: float | None, interrupted: bool) -> dict[str, Any]:
+        records, runtime = self._records, self._runtime
+        losses, seconds = [r["loss"] for r in records], [r["seconds"] for r in records]
+        tokens = sum(r["tokens"] for r in records)
+        with runtime.uncounted():
+            digest = None if interrupted else runtime.digest()
+        predicted: dict[str, Any] = runtime.predict() if hasattr(runtime, "predict") else {}
+        return {
+            "steps": len(records),
+            "tokens": tokens,
+            "loss_first": losses[0] if losses else None,
+            "loss_last": losses[-1] if losses else None,
+            "losses": losses,
+            "eval_loss_first": eval_first,
+            "eval_loss_last": eval_last,
+            "step_seconds_median": statistics.median(seconds) if seconds else None,
+            "tokens_per_second": tokens / sum(seconds) if seconds else None,
+            "skipped": records[-1]["skipped"] if records else 0,
+            "interrupted": interrupted,
+            "digest": digest,
+            **{key: predicted.get(key) for key in ("predicted_step_seconds", "bound_step_seconds", "limiting_link")},
+            **runtime.stats(),
+            "version": offload.__version__,
+        }
+
+
+def train(config: RunConfig, out: str, *, stopped: Callable[[], bool] = lambda: False, quiet: bool = False) -> dict[str, Any]:
+    """Trains as `config` says and leaves the run in directory `out`; returns the summary.
+
+    `stopped` is asked before each step; a run that it ends has a summary marked `interrupted`, without digest and last evaluation.
+    """
+    with ExitStack() as closing:
+        directory = closing.enter_context(RunDirectory(out))
+        directory.write("config.toml", config.to_toml())
+        reporter = Reporter(config.train.steps, quiet)
+        closing.callback(reporter.close)
+        if directory.replaced:
+            reporter.note(f"{directory.path}: the run that was there is replaced")
+        metrics = closing.enter_context(MetricsWriter(directory.path / "metrics.jsonl"))
+        trainer = Trainer(config, directory, reporter, metrics)
+        trainer.open(closing)
+        return trainer.run(stopped)

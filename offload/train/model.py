@@ -1,0 +1,120 @@
+"""The model of a run: its configuration, checked; the model on `meta`; and a toy of the same kind."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.config import ModelTable
+from offload.errors import ConfigError
+from offload.train import loss
+
+# what makes a model small, by the names that architectures give it
+_TOY_SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "n_embd": 64,
+    "n_inner": 128,
+    "n_layer": 2,
+    "n_head": 4,
+}
+_TOY_IDS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def load_config(table: ModelTable) -> Any:
+    """The transformers configuration that `[model]` asks for; `ConfigError` for what is not there or not known."""
+    try:
+        from transformers import CONFIG_MAPPING, AutoConfig
+    except ImportError:
+        raise ConfigError("[model] needs transformers: pip install 'offload[hf]'") from None
+    if table.path is not None:
+        if not (Path(table.path) / "config.json").is_file():
+            raise ConfigError(f"model.path: no config.json in {table.path}; give a Hugging Face model directory")
+        try:
+            config = AutoConfig.from_pretrained(table.path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.path: {' '.join(str(error).split())}") from None
+    else:
+        kind = str(table.type)
+        if kind not in CONFIG_MAPPING:
+            raise ConfigError(f"model.type = {kind!r}: transformers has no such type{_near(kind, CONFIG_MAPPING.keys())}")
+        known = AutoConfig.for_model(kind)
+        for key in table.config:
+            if not hasattr(known, key):
+                raise ConfigError(f"model.config.{key} is no setting of {kind}{_near(key, known.to_dict())}")
+        try:
+            config = AutoConfig.for_model(kind, **table.config)
+        except Exception as error:  # configurations check themselves with errors of many kinds
+            raise ConfigError(f"model.config: {' '.join(str(error).split())}") from None
+    config.use_cache = False
+    return config
+
+
+def _near(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), 1, 0.5)
+    return f" (nearest: {close[0]})" if close else ""
+
+
+def build(config: Any, device: str = "meta", dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A causal language model of `config` in training mode, parameters of `dtype` on `device`."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"[model]: {config.model_type} is no causal language model in transformers")
+    with torch.device(device):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    return model.train()
+
+
+def toy_config(config: Any) -> Any | None:
+    """`config` with a small model's sizes, or None where the architecture resists."""
+    given = config.to_dict()
+    small = {k: v for k, v in (_TOY_SIZES | _TOY_IDS).items() if given.get(k) is not None}
+    if small.get("num_key_value_heads") and given["num_key_value_heads"] == given.get("num_attention_heads"):
+        small["num_key_value_heads"] = small["num_attention_heads"]
+    toy = copy.deepcopy(config)
+    try:
+        for key, value in small.items():
+            setattr(toy, key, value)
+        if getattr(toy, "layer_types", None):
+            toy.layer_types = toy.layer_types[:2]
+    except (AttributeError, TypeError, ValueError):
+        return None
+    return toy
+
+
+def toy_steps(config: Any) -> tuple[Callable[[], None], Callable[[], bool]]:
+    """Two closures: a training step of a toy of `config` in fp32 and in bf16; and, after it, whether the toy's loss can be taken in chunks.
+
+    An architecture of which no toy can be made has its loss taken whole.
+    """
+    found = [False]
+
+    def step() -> None:
+        toy = toy_config(config)
+        if toy is None:
+            return
+        with torch.random.fork_rng(devices=[]):
+            for dtype in (torch.float32, torch.bfloat16):
+                try:
+                    model = build(toy, "cpu", dtype)
+                    ids = torch.arange(64)[None] % toy.vocab_size
+                    torch.autograd.backward(loss.full_causal_loss(model, ids))
+                    torch.optim.AdamW(model.parameters(), lr=1e-4).step()
+                except Exception:  # the toy is a probe: whatever it cannot do, the model itself will say
+                    return
+                if dtype == torch.float32:
+                    found[0] = loss.head_is_plain(model.eval())
+
+    return step, lambda: found[0]

@@ -1,0 +1,93 @@
+"""The directory of a run: one live run at a time, and files that are whole or absent."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from offload.errors import ConfigError
+from offload.train import tokenize
+
+_OWN = {"config.toml", "metrics.jsonl", "summary.json", "trace.json.gz", "report.html", ".lock"}
+_SCRATCH = (tokenize.PREFIX, ".partial-")
+
+
+def _own(name: str) -> bool:
+    return name in _OWN or name.startswith(_SCRATCH)
+
+
+class RunDirectory:
+    """A locked run directory, made if missing; what an earlier run left in it is replaced, anything else in it is a refusal.
+
+    Raises `ConfigError` where another run is live in it, where it holds other files, and where it cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.replaced = False
+        try:
+            if self.path.is_dir():
+                self._refuse_strangers()
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(f"cannot write a run to {self.path}: {error.strerror}") from None
+        try:
+            self._take()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _refuse_strangers(self) -> None:
+        others = sorted(name for name in os.listdir(self.path) if not _own(name))
+        if others:
+            raise ConfigError(f"{self.path} holds {others[0]!r}, which is no part of a run that may be replaced; give another --out")
+
+    def _take(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
+            raise ConfigError(f"{self.path}: a run is live there (process {pid}); give another --out, or end it first") from None
+        except OSError as error:
+            raise ConfigError(f"cannot lock {self.path}: {error.strerror}") from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        for name in os.listdir(self.path):
+            if name != ".lock" and _own(name):
+                self.replaced = self.replaced or name == "config.toml"
+                target = self.path / name
+                shutil.rmtree(target) if target.is_dir() else target.unlink()
+
+    def write(self, name: str, text: str) -> None:
+        """Writes a file that is whole or absent, whenever the machine stops."""
+        partial = self.path / f".partial-{name}"
+        try:
+            with open(partial, "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, self.path / name)
+        except OSError as error:
+            raise ConfigError(f"cannot write {self.path / name}: {error.strerror}") from None
+
+    def write_json(self, name: str, value: dict[str, Any]) -> None:
+        """`write` of `value` as indented JSON."""
+        self.write(name, json.dumps(value, indent=1) + "\n")
+
+    def close(self) -> None:
+        """Lets another run have the directory."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

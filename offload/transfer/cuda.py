@@ -1,0 +1,121 @@
+"""The CUDA device: the same contract as `sim`, with streams and events. The only module that creates streams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from offload.memory.arena import Arena
+from offload.transfer.device import Copy, Device, Landing, _host_view, _through_frames
+from offload.transfer.frames import FramePool
+from offload.transfer.queue import SwapQueue, Transfer
+
+
+class CudaArena(Arena):
+    """Device memory cut like an arena; each region is a storage of its own."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        super().__init__("device", 0)
+        self.nbytes = nbytes
+        self._device = device
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        self._used += nbytes
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+
+class _Arrived:
+    """Waits for the copying thread to have enqueued, then makes the compute stream wait for the copy; the host does not."""
+
+    def __init__(self, job: Transfer, event: torch.cuda.Event) -> None:
+        self._job, self._event = job, event
+
+    @property
+    def done(self) -> bool:
+        return bool(self._job.done and self._event.query())
+
+    def wait(self) -> None:
+        self._job.wait()
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+class CudaDevice(Device):
+    name = "cuda"
+    rests = False  # state rests on the host or NVMe; the device holds slots
+    direct = False
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.compute = device or torch.device("cuda", torch.cuda.current_device())
+        self._copy_in = torch.cuda.Stream(self.compute)
+        self._copy_out = torch.cuda.Stream(self.compute)
+        self._in = SwapQueue("h2d")
+        self._out = SwapQueue("d2h")
+
+    def memory(self, nbytes: int) -> Arena:
+        return CudaArena(nbytes, self.compute)
+
+    def fetch(self, copies: Sequence[Copy], frames: FramePool | None) -> Transfer:
+        free = torch.cuda.Event()
+        free.record(torch.cuda.current_stream(self.compute))  # the slot's last readers are on the compute stream
+        arrived = torch.cuda.Event()
+
+        def put(target: torch.Tensor, staged: torch.Tensor) -> None:
+            target.copy_(staged, non_blocking=True)
+            self._copy_in.synchronize()  # the staging buffer is used again
+
+        def run() -> None:
+            with torch.cuda.stream(self._copy_in):
+                self._copy_in.wait_event(free)
+                for copy in copies:
+                    if copy.shard.memory is not None:
+                        host = _host_view(copy)
+                        copy.target.view(-1).copy_(host if copy.plain else host.to(copy.target.dtype), non_blocking=True)
+                    else:
+                        assert frames is not None
+                        _through_frames(copy, frames, put)
+                arrived.record(self._copy_in)
+
+        nbytes = sum(c.nbytes for c in copies)
+        self.moved["h2d"] += nbytes
+        return _Arrived(self._in.submit(run, nbytes), arrived)
+
+    def send(self, source: torch.Tensor, land: Landing) -> Transfer:
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self.compute))
+
+        def run() -> None:
+            with torch.cuda.stream(self._copy_out):
+                self._copy_out.wait_event(ready)
+                host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+                host.copy_(source, non_blocking=True)
+                self._copy_out.synchronize()
+            source.record_stream(self._copy_out)
+            land(host)
+
+        nbytes = source.numel() * source.element_size()
+        self.moved["d2h"] += nbytes
+        return self._out.submit(run, nbytes)
+
+    def settle(self) -> None:
+        self._in.drain()
+        self._out.drain()
+        torch.cuda.synchronize(self.compute)
+
+    def close(self) -> None:
+        self._in.close()
+        self._out.close()
+
+
+def pin(memory: torch.Tensor) -> bool:
+    """Registers an arena with CUDA, at its exact size; False where the system refuses."""
+    if not memory.numel():
+        return True
+    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    return int(status) == 0
+
+
+def unpin(memory: torch.Tensor) -> None:
+    if memory.numel():
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

@@ -1,0 +1,192 @@
+"""Devices: where a model computes, and how bytes get there and back.
+
+[Note: device]
+`cpu` computes in RAM: it binds parameters where they rest in memory, reads NVMe straight into slots, and gradients land at once.
+`sim` computes on the CPU too, but behind an arena of its own: everything goes in and out through asynchronous queues, which may run as
+late as a CUDA stream may. `cuda` is the same with streams and events. A `Copy` fills device memory from host memory or from NVMe; a landing is a function that takes a
+gradient in memory the host can read and stores it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offload.memory.arena import Arena
+from offload.memory.shard import Shard
+from offload.transfer.frames import FramePool
+from offload.transfer.queue import Done, Pace, SwapQueue, Transfer
+
+Landing = Callable[[torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Fill `target` (a device tensor) with the bytes of `shard` from byte `start` on, cast from `dtype` to the target's."""
+
+    target: torch.Tensor
+    shard: Shard
+    start: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.target.numel() * self.dtype.itemsize
+
+    @property
+    def plain(self) -> bool:
+        return self.dtype == self.target.dtype
+
+
+class Device(ABC):
+    """Where a model computes. `rests`: state may rest in its memory and be updated there; `direct`: it computes from host memory."""
+
+    name: str
+    rests: bool
+    direct: bool
+    compute: torch.device
+
+    def __init__(self) -> None:
+        self.moved = {"h2d": 0, "d2h": 0}
+
+    @abstractmethod
+    def memory(self, nbytes: int) -> Arena:
+        """An arena of device memory."""
+
+    @abstractmethod
+    def fetch(self, copies: Sequence[Copy], frames: FramePool | None) -> Transfer:
+        """Starts the copies; after the transfer's wait() what is computed sees them."""
+
+    @abstractmethod
+    def send(self, source: torch.Tensor, land: Landing) -> Transfer:
+        """Starts moving a gradient to the host and lands it there; `source` is kept until then."""
+
+    def register(self, host: Arena) -> None:
+        """Makes the host arena fit for fast copies, where that means anything."""
+
+    def settle(self) -> None:
+        """Waits for everything under way."""
+
+    def close(self) -> None:
+        self.settle()
+
+
+def _pieces(copy: Copy, frame_bytes: int) -> list[tuple[int, int]]:
+    """(first element, elements) of each part of a copy that fits a staging buffer."""
+    most = frame_bytes // copy.dtype.itemsize // 4096 * 4096
+    n = copy.target.numel()
+    return [(i, min(most, n - i)) for i in range(0, n, most)]
+
+
+def _through_frames(copy: Copy, frames: FramePool, put: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    """Reads a shard on NVMe piece by piece through a staging buffer; `put(target, staged)` takes each piece on."""
+    flat = copy.target.view(-1)
+    frame = frames.take()
+    try:
+        for first, count in _pieces(copy, frames.nbytes):
+            raw = frame[: count * copy.dtype.itemsize]
+            copy.shard.read_async(copy.start + first * copy.dtype.itemsize, raw).wait()
+            put(flat[first : first + count], raw.view(copy.dtype))
+    finally:
+        frames.give(frame)
+
+
+def _put(target: torch.Tensor, staged: torch.Tensor) -> None:
+    target.copy_(staged)
+
+
+def _host_view(copy: Copy) -> torch.Tensor:
+    assert copy.shard.memory is not None
+    return copy.shard.memory[copy.start : copy.start + copy.nbytes].view(copy.dtype)
+
+
+class _Several:
+    """Transfers waited for as one."""
+
+    def __init__(self, parts: list[Transfer]) -> None:
+        self._parts = parts
+
+    @property
+    def done(self) -> bool:
+        return all(p.done for p in self._parts)
+
+    def wait(self) -> None:
+        for part in self._parts:
+            part.wait()
+
+
+class CpuDevice(Device):
+    name = "cpu"
+    rests = True
+    direct = True
+    compute = torch.device("cpu")
+
+    def memory(self, nbytes: int) -> Arena:
+        return Arena("device", nbytes)
+
+    def fetch(self, copies: Sequence[Copy], frames: FramePool | None) -> Transfer:
+        parts: list[Transfer] = []
+        for copy in copies:
+            if copy.shard.memory is not None:
+                copy.target.view(-1).copy_(_host_view(copy))
+            elif copy.plain:
+                parts.append(copy.shard.read_async(copy.start, copy.target.view(-1).view(torch.uint8)))
+            else:
+                assert frames is not None
+                _through_frames(copy, frames, _put)
+        return _Several(parts)
+
+    def send(self, source: torch.Tensor, land: Landing) -> Transfer:
+        self.moved["d2h"] += source.numel() * source.element_size()
+        land(source)
+        return Done()
+
+
+class SimDevice(Device):
+    """Computes on the CPU behind an arena and two queues. `h2d` and `d2h` are bytes a second; `seed` puts transfers off by choice of the seed."""
+
+    name = "sim"
+    rests = True
+    direct = False
+    compute = torch.device("cpu")
+
+    def __init__(self, h2d: float | None = None, d2h: float | None = None, seed: int | None = None) -> None:
+        super().__init__()
+        self._in = SwapQueue("h2d", pace=Pace(h2d, seed))
+        self._out = SwapQueue("d2h", pace=Pace(d2h, None if seed is None else seed + 1))
+        self._last_in: Transfer = Done()
+
+    def memory(self, nbytes: int) -> Arena:
+        return Arena("device", nbytes)
+
+    def fetch(self, copies: Sequence[Copy], frames: FramePool | None) -> Transfer:
+        for copy in copies:
+            copy.target.view(-1).view(torch.uint8).fill_(0xFF)  # NaN: computing before the copy arrived shows
+
+        def run() -> None:
+            for copy in copies:
+                if copy.shard.memory is not None:
+                    copy.target.view(-1).copy_(_host_view(copy))
+                else:
+                    assert frames is not None
+                    _through_frames(copy, frames, _put)
+
+        nbytes = sum(c.nbytes for c in copies)
+        self.moved["h2d"] += nbytes
+        return self._in.submit(run, nbytes)
+
+    def send(self, source: torch.Tensor, land: Landing) -> Transfer:
+        nbytes = source.numel() * source.element_size()
+        self.moved["d2h"] += nbytes
+        return self._out.submit(lambda: land(source), nbytes)
+
+    def settle(self) -> None:
+        self._in.drain()
+        self._out.drain()
+
+    def close(self) -> None:
+        self._in.close()
+        self._out.close()

@@ -1,0 +1,133 @@
+"""A swap queue: a bounded FIFO of transfers on one link, run by one thread."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from offload.memory.shard import Transfer
+
+__all__ = ["Done", "Pace", "SwapQueue", "Transfer"]
+
+
+class Done:
+    """A transfer that was finished when it was made."""
+
+    done = True
+
+    def wait(self) -> None:
+        return None
+
+
+class _Job:
+    def __init__(self, queue: SwapQueue, run: Callable[[], None], nbytes: int) -> None:
+        self._queue = queue
+        self._run: Callable[[], None] | None = run
+        self.nbytes = nbytes
+        self.error: BaseException | None = None
+        self.done = False
+
+    def wait(self) -> None:
+        self._queue._wait_for(self)
+        if self.error is not None:
+            raise self.error
+
+    def run(self) -> None:
+        run, self._run = self._run, None  # what it holds is let go as soon as it has run
+        try:
+            assert run is not None
+            run()
+        except BaseException as error:  # raised again at the transfer's own wait()
+            self.error = error
+
+
+class Pace:
+    """When a queue runs what was submitted.
+
+    `bandwidth` in bytes a second makes a transfer take its time. With a `seed`, some transfers are put off until somebody
+    waits for them or the queue is full, which is the latest that a stream may run them; the choice is the seed's.
+    """
+
+    def __init__(self, bandwidth: float | None = None, seed: int | None = None) -> None:
+        self.bandwidth = bandwidth
+        self._random = random.Random(seed) if seed is not None else None
+
+    def lazy(self) -> bool:
+        return self._random is not None and self._random.random() < 0.7
+
+    def spend(self, nbytes: int) -> None:
+        if self.bandwidth:
+            time.sleep(nbytes / self.bandwidth)
+
+
+class SwapQueue:
+    """Runs submitted jobs in order on a thread of its own. `submit` waits while `bound` jobs are pending. `close()` drains."""
+
+    def __init__(self, name: str, bound: int = 16, pace: Pace | None = None) -> None:
+        self.name = name
+        self.moved_bytes = 0
+        self._bound = bound
+        self._pace = pace or Pace()
+        self._jobs: deque[_Job] = deque()
+        self._changed = threading.Condition()
+        self._demanded = 0  # waiters; a put-off transfer runs once there is one
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name=f"offload-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, run: Callable[[], None], nbytes: int) -> _Job:
+        job = _Job(self, run, nbytes)
+        with self._changed:
+            if self._closing:
+                raise RuntimeError(f"the {self.name} queue is closed")
+            self._demanded += 1  # a full queue demands its head
+            self._changed.notify_all()
+            while len(self._jobs) >= self._bound:
+                self._changed.wait()
+            self._demanded -= 1
+            self._jobs.append(job)
+            self._changed.notify_all()
+        return job
+
+    def drain(self) -> None:
+        with self._changed:
+            last = self._jobs[-1] if self._jobs else None
+        if last is not None:
+            self._wait_for(last)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _wait_for(self, job: _Job) -> None:
+        with self._changed:
+            self._demanded += 1
+            self._changed.notify_all()
+            while not job.done:
+                self._changed.wait()
+            self._demanded -= 1
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                while not self._jobs and not self._closing:
+                    self._changed.wait()
+                if not self._jobs:
+                    return
+                lazy = self._pace.lazy()
+                while lazy and not self._demanded and not self._closing and len(self._jobs) < self._bound:
+                    self._changed.wait()
+                job = self._jobs[0]
+            self._pace.spend(job.nbytes)
+            job.run()
+            with self._changed:
+                self._jobs.popleft()
+                self.moved_bytes += job.nbytes
+                job.done = True
+                self._changed.notify_all()
