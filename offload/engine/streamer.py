@@ -102,6 +102,8 @@ class Streamer:
     def _enter(self, module: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module not in self.units[number].modules:
             return  # a copy of the model took the hooks along
+        if self._backward.task != -1 and torch._C._current_graph_task_id() < 0:
+            self._end_backward()  # a backward that raised
         self._check(number)
         flats = self._lease(number)
         call = _Call(number, bind(self.entries[number], flats, self.gradients), self.owners[number], sys._getframe(2))

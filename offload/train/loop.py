@@ -17,6 +17,7 @@ from offload.config import RunConfig
 from offload.errors import ConfigError
 from offload.observe import base
 from offload.observe.metrics import MetricsWriter
+from offload.planner.demand import Batch
 from offload.train import loss, model
 from offload.train.data import PackedSequences, RandomSequences, Source, find_files, has_tokenizer, micro_batch, split
 from offload.train.progress import Reporter
@@ -88,7 +89,7 @@ class Trainer:
             precision=config.precision_value(),
             activations=config.train.activations,
             place=dict(config.tiers.place) or None,
-            batch=(data.batch_size, data.seq_length),
+            batch=Batch(data.batch_size, data.seq_length, loss.CHUNK if in_chunks() else None),
             accumulate=data.accumulate,
             updates=config.train.updates,
             seed=config.train.seed,
