@@ -307,6 +307,10 @@ class RunConfig(_Table):
         """The budgets as `prepare` takes them."""
         return Tiers(self.tiers.device, self.tiers.host, self.tiers.nvme)
 
+    def place_value(self) -> dict[str, str] | None:
+        """The roles fixed to tiers; None where there are none."""
+        return {str(role): str(tier) for role, tier in self.tiers.place.items()} or None
+
     def precision_value(self) -> Precision:
         """The dtypes as `prepare` takes them."""
         return Precision(**self.precision.model_dump())
@@ -362,9 +366,10 @@ def _unknown(loc: str) -> str:
     tables = {k.partition(".")[0] for k in known_keys()}
     if not key:
         return f"[{table}] is no known table{_nearest(table, tables)}"
-    same = [k for k in known_keys() if k.startswith(table + ".")]
+    same = {k.partition(".")[2]: k for k in known_keys() if k.startswith(table + ".")}
     elsewhere = [k for k in known_keys() if k.partition(".")[2] == key]
-    near = f" (nearest: {elsewhere[0]})" if elsewhere else _nearest(loc, same) or f" (known there: {', '.join(k.partition('.')[2] for k in same)})"
+    close = elsewhere or [same[k] for k in difflib.get_close_matches(key, same, 1, 0.6)]
+    near = f" (nearest: {close[0]})" if close else f" (known there: {', '.join(same)})"
     return f"{loc} is no known key{near}"
 
 

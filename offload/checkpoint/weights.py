@@ -47,7 +47,7 @@ def load_pretrained(model: nn.Module, directory: str | Path) -> Loaded:
             engine.written_whole(unit.number)
     for path in sorted(set(where.values())):
         with _open(path) as file:
-            for stored in file.keys():
+            for stored in sorted(file.keys()):
                 name = prefix(stored)
                 record = records.get(name)
                 if record is not None:
@@ -61,7 +61,10 @@ def load_pretrained(model: nn.Module, directory: str | Path) -> Loaded:
                     loaded.unexpected.append(stored)
     loaded.missing = sorted(r.name for r in engine.records if r.number not in seen)
     if loaded.missing:
-        raise CheckpointError(f"{directory} lacks {len(loaded.missing)} of the model's parameters: {', '.join(loaded.missing[:5])}; is it a directory of this architecture?")
+        raise CheckpointError(
+            f"{directory} lacks {len(loaded.missing)} of the model's parameters: {', '.join(loaded.missing[:5])}; "
+            "is it a directory of this architecture?"
+        )
     return loaded
 
 

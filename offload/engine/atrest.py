@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from offload.errors import ConfigError, OffloadError
 
 aten = torch.ops.aten
+_CPU = torch.device("cpu")
 
 
 class Source(Protocol):
@@ -48,7 +49,7 @@ _Step = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]
 class AtRest(torch.Tensor):
     """A tensor at rest; see [Note: at rest]."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     source: Source
     chain: tuple[_Step, ...]
 
@@ -57,14 +58,14 @@ class AtRest(torch.Tensor):
         shape, dtype = (like.shape, like.dtype) if like is not None else (source.shape, source.dtype)
         strides = like.stride() if like is not None else None
         offset = like.storage_offset() if like is not None else None
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
-            cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device="cpu", requires_grad=requires_grad
+        return torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device=_CPU, requires_grad=requires_grad
         )
 
     def __init__(self, source: Source, requires_grad: bool = False, chain: tuple[_Step, ...] = (), like: torch.Tensor | None = None) -> None:
         self.source, self.chain = source, chain
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self.numel() > 1000:
             return f"AtRest({self.source.describe()}, shape={tuple(self.shape)}, dtype={self.dtype})"
         with torch.no_grad():
@@ -94,7 +95,9 @@ class AtRest(torch.Tensor):
             return _replay(self.source.read(), self.chain)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         return dispatch(func, args, kwargs or {})
 
 

@@ -23,7 +23,7 @@ class Bind(torch.autograd.Function):
         return view.view_as(view)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return AtRest(ctx.gradients.contribution(ctx.record, grad)), None, None, None
 
@@ -48,7 +48,7 @@ def bind(entries: list[Entry], flats: dict[int, list[torch.Tensor]], gradients: 
         if value is None:
             value = flats[record.unit][record.flat][record.offset : record.offset + record.numel].view(record.shape)
             if grad and record.parameter.requires_grad:
-                value = Bind.apply(record.parameter, value, record, gradients)
+                value = Bind.apply(record.parameter, value, record, gradients)  # type: ignore[no-untyped-call]
             bound[record.number] = value
         before.append(entry.module._parameters[entry.name])
         entry.module._parameters[entry.name] = value  # type: ignore[assignment]

@@ -22,7 +22,10 @@ class _Entry:
 
 
 class ChunkCache:
-    """Holds at most `quota` frames. `memory` gives a chunk's bytes to read and write; `finish` starts its write-back; `flush` ends with all written and every frame returned."""
+    """Holds at most `quota` frames.
+
+    `memory` gives a chunk's bytes to read and write; `finish` starts its write-back; `flush` ends with all written and every frame returned.
+    """
 
     def __init__(self, frames: FramePool, quota: int) -> None:
         self._frames, self._quota = frames, max(1, quota)

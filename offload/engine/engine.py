@@ -45,7 +45,9 @@ class Engine:
         self.skipped = 0
         self.update_seconds: dict[str, float] = {}
         self.space: SwapSpace | None = None
-        self._held = [self.budgets[tier].reserve(n, "state, slots and staging") for tier, n in (arena_bytes(plan) | {"nvme": plan.resting["nvme"]}).items()]
+        self._held = [
+            self.budgets[tier].reserve(n, "state, slots and staging") for tier, n in (arena_bytes(plan) | {"nvme": plan.resting["nvme"]}).items()
+        ]
         self.units, self.records = make_records(found, plan)
         try:
             self._open_tiers(tiers, plan)
@@ -85,7 +87,9 @@ class Engine:
             for record in unit.records:
                 p = record.parameter
                 if p.grad is not None:
-                    raise ConfigError(f"parameter {record.name} has a gradient already; call prepare() before the first backward, or set .grad = None")
+                    raise ConfigError(
+                        f"parameter {record.name} has a gradient already; call prepare() before the first backward, or set .grad = None"
+                    )
                 if not p.is_meta:
                     self.state.write_value(record, p, ready=False)
                 at_rest = nn.Parameter(AtRest(self.values[record.number]), requires_grad=p.requires_grad)
@@ -96,8 +100,11 @@ class Engine:
                 for key, buffer in module._buffers.items():
                     if buffer is not None:
                         module._buffers[key] = buffer.to(self.device.compute)
-        self.streamer = Streamer(self.model, self.units, self.records, self.slots, self.gradients, self.plan.activations == "recompute", self.initialise)
+        self.streamer = Streamer(
+            self.model, self.units, self.records, self.slots, self.gradients, self.plan.activations == "recompute", self.initialise
+        )
         self.streamer.before_backward = self._before_backward
+        self.gradients.before_sums = self.widen_gradients
 
     # Values
 
@@ -138,7 +145,7 @@ class Engine:
     # Gradients
 
     def _before_backward(self) -> None:
-        if self.gradients.dtype != torch.float32 and any(r.parameter.grad is not None for r in self.records if r.trained):
+        if self.gradients.dtype != torch.float32 and any(self.gradients.earlier(r) for r in self.records if r.trained):
             self.widen_gradients()
 
     def widen_gradients(self) -> None:
@@ -147,8 +154,10 @@ class Engine:
         tier = next((t for t in ("host", "nvme") if self._can_take(t, need)), None)
         if tier is None:
             raise BudgetError(
-                f"a second backward before the step keeps sums in fp32, which needs {human(need)}; the host tier has {human(self.budgets['host'].free)} left and nvme "
-                f"{human(self.budgets['nvme'].free)}. Declare it with prepare(..., accumulate=N), raise a budget, or call zero_grad() between"
+                f"a second backward before the step keeps sums in fp32, which needs {human(need)}; "
+                f"the host tier has {human(self.budgets['host'].free)} left "
+                f"and nvme {human(self.budgets['nvme'].free)}. Declare it with prepare(..., accumulate=N), "
+                "raise a budget, or call zero_grad() between"
             )
         self._held.append(self.budgets[tier].reserve(need, "fp32 sums of gradients"))
         memory = reserve(need) if tier == "host" else None
@@ -209,7 +218,7 @@ class Engine:
             whole.update(f"{record.name} {record.step} ".encode())
             for role in ("master", "exp_avg", "exp_avg_sq") if record.trained else ("value",):
                 for part in self.state.stream(record, role):
-                    whole.update((part.float() if part.dtype in CODES else part).view(torch.uint8).numpy())
+                    whole.update((part.float() if part.dtype in CODES else part).view(torch.uint8).numpy().data)
         return whole.hexdigest()
 
     def synchronize(self) -> None:

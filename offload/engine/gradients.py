@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 import torch
 
 from offload import _core
-from offload.errors import OffloadError
-from offload.memory.shard import Shard
 from offload.engine.atrest import AtRest
 from offload.engine.chunk_cache import ChunkCache
 from offload.engine.record import CODES, NORM_BLOCK, Record, Unit
 from offload.engine.sources import Contribution, GradientSource
+from offload.errors import OffloadError
+from offload.memory.shard import Shard
 from offload.transfer.device import Device
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import Transfer
@@ -35,6 +35,7 @@ class _Entry:
     scale: float = 1.0
     landing: list[Transfer] = field(default_factory=list)
     early_task: int = -1
+    epoch: int = -1
 
 
 class Gradients:
@@ -45,6 +46,8 @@ class Gradients:
         self._entries = {r.number: _Entry() for r in records}
         self._lock = threading.RLock()
         self._cache = ChunkCache(frames, frames.count - 2) if frames is not None else None
+        self.epoch = 0  # forwards seen: what landed before the last one belongs to an earlier micro-batch
+        self.before_sums: Callable[[], None] = lambda: None
         self._awaited: dict[int, set[int]] = {}
         self._first_chunk = [0]
         for unit in units:
@@ -91,6 +94,10 @@ class Gradients:
         self.arrived(record)
         return True
 
+    def earlier(self, record: Record) -> bool:
+        """Whether the parameter has a gradient of an earlier micro-batch, to which the next backward adds."""
+        return record.parameter.grad is not None and self._entries[record.number].epoch < self.epoch
+
     def generation(self, record: Record) -> int:
         return self._entries[record.number].generation
 
@@ -104,9 +111,16 @@ class Gradients:
         self._settle(entry)
         entry.generation += 1
         entry.scale = 1.0
+        entry.epoch = self.epoch
         source = value.contiguous()
         entry.landing.append(self.device.send(source, lambda host: self._store(record, host, accumulate=False)))
         return GradientSource(record, self, entry.generation)
+
+    def sum_up(self, record: Record, contribution: Contribution) -> None:
+        """Adds a later micro-batch's gradient: in fp32, whatever was declared."""
+        if self.dtype != torch.float32:
+            self.before_sums()
+        self.accumulate(record, contribution)
 
     def accumulate(self, record: Record, contribution: Contribution) -> None:
         """Adds to what rests here: a later use of the same backward, or a later micro-batch."""

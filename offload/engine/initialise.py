@@ -23,7 +23,7 @@ _RANDOM = {f"aten::{name}" for name in ("normal_", "uniform_", "bernoulli_", "ra
 
 class _Seeding(TorchDispatchMode):
     def __init__(self, seed: int, names: dict[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._seed, self._names = seed, names
         self._count: dict[str, int] = {}
 
@@ -80,7 +80,10 @@ def initial_values(model: nn.Module, name: str, module: nn.Module, seed: int) ->
     with _real(module) as fresh:
         names = {p.untyped_storage().data_ptr(): prefix + k for k, p in fresh.items() if p.numel()}
         if rule is None:
-            raise ConfigError(f"{name or type(model).__name__} ({type(module).__name__}) is on the meta device and has no reset_parameters(); give it one, or build it with real values")
+            raise ConfigError(
+                f"{name or type(model).__name__} ({type(module).__name__}) is on the meta device and has no reset_parameters(); "
+                "give it one, or build it with real values"
+            )
         with torch.random.fork_rng(devices=[]), torch.no_grad(), _Seeding(seed, names):
             torch.default_generator.manual_seed(derived_seed(seed, prefix, 0))
             rule()
@@ -105,4 +108,7 @@ def fill_buffers(model: nn.Module, seed: int) -> None:
             buffer = module._buffers[key]
             assert buffer is not None
             if buffer.is_floating_point() and bool(buffer.isnan().any()):
-                raise ConfigError(f"buffer {name}.{key} is on the meta device and the rule of {type(module).__name__} does not fill it; give it a value before prepare()")
+                raise ConfigError(
+                    f"buffer {name}.{key} is on the meta device and the rule of {type(module).__name__} does not fill it; "
+                    "give it a value before prepare()"
+                )

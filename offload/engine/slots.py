@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offload.errors import BudgetError
 from offload.engine.record import DTYPES, Unit
+from offload.errors import BudgetError
 from offload.transfer.device import Copy, Device
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import Transfer
@@ -181,7 +181,8 @@ class Slots:
         if not fits:
             raise BudgetError(f"unit {unit.name} needs a slot of {size} bytes and the plan has none so large")
         raise BudgetError(
-            f"unit {unit.name} finds no slot: all {len(fits)} that fit are in use by units whose forward is running ({', '.join(self.units[s.unit].name for s in fits if s.unit is not None)}); "
+            f"unit {unit.name} finds no slot: all {len(fits)} that fit are in use by units whose forward is running "
+            f"({', '.join(self.units[s.unit].name for s in fits if s.unit is not None)}); "
             "raise the device budget, or name smaller units with units=[...]"
         )
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload.errors import OffloadError
 from offload.engine.record import Record
+from offload.errors import OffloadError
 
 if TYPE_CHECKING:
     from offload.engine.engine import Engine
@@ -87,7 +87,7 @@ class GradientSource:
         if not isinstance(other, Contribution) or other.record is not self.record:
             return False
         self._check()
-        self.gradients.accumulate(self.record, other)
+        self.gradients.sum_up(self.record, other)
         return True
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from offload.engine.record import DTYPES, Record, Unit
 from offload.memory.shard import Shard
 from offload.planner.layout import Slice
-from offload.engine.record import DTYPES, Record, Unit
 
 
 class State:

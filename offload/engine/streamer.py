@@ -1,10 +1,11 @@
 """Streams units through the device around forward and backward. The only module that registers hooks.
 
 [Note: streaming]
-Forward: a unit's pre-hook takes a firm lease, binds its parameters and starts fetching the unit that follows in the recorded order; its post-hook
-undoes that. Tensors saved for backward that view a slot are packed as handles and found again wherever the unit then is; all others go to the
-hooks around (checkpointing's, say). Recomputation wraps inside the lease and outside those hooks, in the first forward and in the second alike, so that both save the
-same tensors. Backward: the first gradient of a unit's output takes a soft lease and binds again, for checkpoints that call `forward` without hooks.
+Forward: a unit's pre-hook takes a firm lease, binds its parameters and starts fetching the unit that follows in the recorded
+order; its post-hook undoes that. Tensors saved for backward that view a slot are packed as handles and found again wherever the
+unit then is; all others go to the hooks around (checkpointing's, say). Recomputation wraps inside the lease and outside those
+hooks, in the first forward and in the second alike, so that both save the same tensors. Backward: the first gradient of a unit's
+output takes a soft lease and binds again, for checkpoints that call `forward` without hooks.
 """
 
 from __future__ import annotations
@@ -56,7 +57,16 @@ class _Backward:
 class Streamer:
     """Hooks of one prepared model."""
 
-    def __init__(self, model: nn.Module, units: list[Unit], records: list[Record], slots: Slots, gradients: Gradients, recompute: bool, ready: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[Unit],
+        records: list[Record],
+        slots: Slots,
+        gradients: Gradients,
+        recompute: bool,
+        ready: Callable[[int], None],
+    ) -> None:
         self.model, self.units, self.slots, self.gradients = model, units, slots, gradients
         self.order = AccessOrder(len(units))
         self.entries = _entries(units, records)
@@ -102,8 +112,10 @@ class Streamer:
     def _enter(self, module: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module not in self.units[number].modules:
             return  # a copy of the model took the hooks along
-        if self._backward.task != -1 and torch._C._current_graph_task_id() < 0:
-            self._end_backward()  # a backward that raised
+        if torch._C._current_graph_task_id() < 0:
+            if self._backward.task != -1:
+                self._end_backward()  # a backward that raised
+            self.gradients.epoch += not self._calls and torch.is_grad_enabled()
         self._check(number)
         flats = self._lease(number)
         call = _Call(number, bind(self.entries[number], flats, self.gradients), self.owners[number], sys._getframe(2))
@@ -163,7 +175,8 @@ class Streamer:
             now = entry.module._parameters.get(entry.name)
             if now is not entry.record.parameter and not self._bound(number):
                 raise ConfigError(
-                    f"parameter {entry.record.name} was replaced in its module after prepare(); write into it instead (p.copy_(value) under torch.no_grad()), or replace it before prepare()"
+                    f"parameter {entry.record.name} was replaced in its module after prepare(); "
+                    "write into it instead (p.copy_(value) under torch.no_grad()), or replace it before prepare()"
                 )
 
     def _bound(self, number: int) -> bool:
@@ -198,7 +211,7 @@ class Streamer:
         def unpack(packed: Any) -> torch.Tensor:
             in_slot, held = packed
             if not in_slot:
-                return outer[1](held) if outer else held  # type: ignore[no-any-return]
+                return outer[1](held) if outer else held
             unit, dtype, size, stride, offset = held
             slots.resident(unit)
             return torch.as_strided(slots.where[unit].memory.view(dtype), size, stride, offset)
@@ -217,7 +230,7 @@ class Streamer:
                 for owner in self.owners[number]:
                     self.slots.uses[owner].firm -= 1
 
-        return _checkpoint_without_reentrant_generator(again, True, noop_context_fn, "default", False, True, *args, **kwargs)  # type: ignore[no-any-return,no-untyped-call]
+        return _checkpoint_without_reentrant_generator(again, True, noop_context_fn, "default", False, True, *args, **kwargs)  # type: ignore[no-any-return]
 
     # Backward
 
@@ -226,7 +239,7 @@ class Streamer:
         if self._backward.task == -1:
             self._backward.task = task
             self.before_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if self._backward.unit != number:
             self._end_backward_unit()
             flats = {owner: self.slots.resident(owner) for owner in self.owners[number]}

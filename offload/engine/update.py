@@ -21,7 +21,9 @@ _Where = tuple[int, int]
 class Updates:
     """The jobs of every chunk, built once; a step picks those with gradients and gives each parameter its hyperparameters."""
 
-    def __init__(self, units: list[Unit], records: list[Record], own_master: bool, compute: torch.dtype, grad: torch.dtype, frames: FramePool | None) -> None:
+    def __init__(
+        self, units: list[Unit], records: list[Record], own_master: bool, compute: torch.dtype, grad: torch.dtype, frames: FramePool | None
+    ) -> None:
         self._own_master, self._compute, self._grad = own_master, compute, grad
         self._records = records
         self.pipeline = _core.Pipeline([f.data_ptr() for f in frames.all] if frames else [], frames.nbytes if frames else 0, 0)

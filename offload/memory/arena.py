@@ -13,6 +13,7 @@ import mmap
 import os
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from offload.errors import OffloadError
 
@@ -65,7 +66,7 @@ class Arena:
             raise OffloadError(f"the {self.name} arena of {self.nbytes} bytes has {self.nbytes - self._used} left, {size} were asked for")
         start, self._used = self._used, self._used + size
         # from_dlpack of a slice shares the mapping and has a storage of its own
-        return torch.from_dlpack(self._memory[start : start + nbytes]) if nbytes else self._memory[:0]
+        return from_dlpack(self._memory[start : start + nbytes]) if nbytes else self._memory[:0]
 
     def close(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)

@@ -45,7 +45,8 @@ class Budget:
         with self._lock:
             if self.used + nbytes > self.capacity:
                 raise BudgetError(
-                    f"{what} needs {nbytes} bytes of the {self.tier} tier, which has {self.capacity - self.used} of its budget of {self.capacity} left; "
+                    f"{what} needs {nbytes} bytes of the {self.tier} tier, "
+                    f"which has {self.capacity - self.used} of its budget of {self.capacity} left; "
                     f"raise the {self.tier} budget, or lower what else rests there"
                 )
             self.used += nbytes

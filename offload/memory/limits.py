@@ -24,7 +24,7 @@ class HostLimits:
     @property
     def usable(self) -> int:
         """What a run may still take, this process's own resident memory included."""
-        own = psutil.Process().memory_info().rss
+        own = resident_bytes()
         return min(self.available + own, self.cgroup if self.cgroup is not None else _UNLIMITED)
 
 

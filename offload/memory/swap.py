@@ -79,13 +79,19 @@ def _describe(file: Any, engine: Any) -> dict[str, object]:
             "queue_depth": engine.queue_depth, "block": engine.block}  # fmt: skip
 
 
+def _unlink(path: str, pid: int) -> None:
+    if os.getpid() == pid:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
 class SwapFile:
     """A file of `size` bytes to write CPU tensors to and read them from, asynchronously and past the page cache.
 
     `path` is created (mode 0600), or opened as it is; its space is reserved on the disk at once: `SwapError` where there is too little.
-    `size`, `block`: bytes, or "24GiB". `direct=False` uses the page cache; so does, saying it once, a file system without direct I/O.
+    `size`, `block`: a number of bytes or "24GiB". `direct=False` uses the page cache; so does, saying it once, a file system without direct I/O.
     Any offset, element count and address will do; multiples of 4096 bytes are fastest.
-    `delete`: remove the file at `close()`. It is not for use in a forked child.
+    `delete`: remove the file at `close()`, or when the object or the interpreter is gone. It is not for use in a forked child.
     """
 
     def __init__(self, path: str | os.PathLike[str], size: int | str, *, engine: str = "auto", direct: bool = True, queue_depth: int = 32,
@@ -94,7 +100,7 @@ class SwapFile:
         self._engine = open_engine(engine, queue_depth, block)
         self._file: Any = None
         self._file = _open_file(self._engine, os.fspath(path), nbytes, direct)
-        self._delete = delete
+        self._unlink = weakref.finalize(self, _unlink, os.fspath(path), os.getpid()) if delete else None
 
     def write(self, offset: int, tensor: torch.Tensor) -> Any:
         """Starts writing `tensor` (CPU, contiguous, any dtype) at byte `offset`; returns the transfer, which keeps it alive.
@@ -122,9 +128,8 @@ class SwapFile:
         if file is None:
             return
         self._engine.close()
-        if self._delete:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(file.path)
+        if self._unlink is not None:
+            self._unlink()
         elif not file.direct:
             file.sync()
 

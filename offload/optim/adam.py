@@ -32,8 +32,8 @@ class AdamW(torch.optim.Optimizer):
     _decoupled = True
 
     def __init__(
-        self, params: _Params, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float | None = None,
-        amsgrad: bool = False, *, maximize: bool = False,
+        self, params: _Params, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float | None = None, amsgrad: bool = False, *, maximize: bool = False,
     ) -> None:  # fmt: skip
         decay = (1e-2 if self._decoupled else 0.0) if weight_decay is None else weight_decay
         _check(lr, betas, eps, decay)
@@ -42,7 +42,7 @@ class AdamW(torch.optim.Optimizer):
         self.skipped = 0
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay, "amsgrad": False, "maximize": maximize})
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter whose `.grad` is not None. Calls `closure` first, with gradients enabled, and returns its loss."""
         loss = None
         if closure is not None:
@@ -62,7 +62,8 @@ class AdamW(torch.optim.Optimizer):
                 owner = record_of(p)
                 if owner is None:
                     raise ConfigError(
-                        f"this optimizer holds a parameter of shape {tuple(p.shape)} that belongs to no prepared model; call offload.prepare(model, tiers) before step(), "
+                        f"this optimizer holds a parameter of shape {tuple(p.shape)} that belongs to no prepared model; "
+                        "call offload.prepare(model, tiers) before step(), "
                         "or give other parameters an optimizer of torch's"
                     )
                 engine, record = owner
@@ -85,7 +86,8 @@ class AdamW(torch.optim.Optimizer):
     def _hyper(self, record: Record, group: dict[str, Any]) -> dict[str, float | int | bool]:
         beta1, beta2 = group["betas"]
         return {
-            "lr": float(group["lr"]), "beta1": float(beta1), "beta2": float(beta2), "eps": float(group["eps"]), "weight_decay": float(group["weight_decay"]),
+            "lr": float(group["lr"]), "beta1": float(beta1), "beta2": float(beta2), "eps": float(group["eps"]),
+            "weight_decay": float(group["weight_decay"]),
             "grad_scale": 1.0, "step": record.step + 1, "decoupled": self._decoupled, "maximize": bool(group["maximize"]),
         }  # fmt: skip
 
@@ -107,12 +109,16 @@ class AdamW(torch.optim.Optimizer):
                 continue
             owner = record_of(p)
             if owner is None:
-                raise ConfigError("load_state_dict: this optimizer's parameters belong to no prepared model; call offload.prepare(model, tiers) first")
+                raise ConfigError(
+                    "load_state_dict: this optimizer's parameters belong to no prepared model; call offload.prepare(model, tiers) first"
+                )
             engine, record = owner
             entry = saved[index]
             for role in ("exp_avg", "exp_avg_sq"):
                 if tuple(entry[role].shape) != tuple(record.shape):
-                    raise ConfigError(f"load_state_dict: {role} of {record.name} has shape {tuple(entry[role].shape)}, the parameter {tuple(record.shape)}")
+                    raise ConfigError(
+                        f"load_state_dict: {role} of {record.name} has shape {tuple(entry[role].shape)}, the parameter {tuple(record.shape)}"
+                    )
                 value = entry[role]
                 engine.state.write_state(record, role, value.plain() if hasattr(value, "plain") else value)
             record.step = int(entry["step"])

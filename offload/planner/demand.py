@@ -81,17 +81,20 @@ def logits_bytes(units: Sequence[UnitSpec], batch: Batch | None) -> int:
     return rows * min(batch.loss_tokens or batch.total, batch.total) * 14
 
 
-def gradient_bytes(units: Sequence[UnitSpec], compute: str) -> int:
-    """Gradients not yet moved: the largest parameter's, three times over where uses of it are summed."""
+def gradient_bytes(units: Sequence[UnitSpec], compute: str, grad: str) -> int:
+    """Gradients not yet moved: the largest parameter's, three times over where uses of it are summed on the device.
+
+    They are, unless gradients rest in the dtype they are computed in: then the first use's lands before the next.
+    """
     size = DTYPE_BYTES[compute]
     single = max((p.numel for u in units for p in u.parameters if p.trained), default=0)
     shared = max((p.numel for u in units for p in u.parameters if p.trained and p.uses > 1), default=0)
-    return size * max(single, 3 * shared)
+    return size * max(single, shared if grad == compute else 3 * shared)
 
 
-def working(units: Sequence[UnitSpec], batch: Batch | None, compute: str, mode: str, device_budget: int) -> Working:
+def working(units: Sequence[UnitSpec], batch: Batch | None, compute: str, grad: str, mode: str, device_budget: int) -> Working:
     slack = min(16 << 20, device_budget // 16)
-    return Working(activation_bytes(units, batch, compute, mode), logits_bytes(units, batch), gradient_bytes(units, compute), slack)
+    return Working(activation_bytes(units, batch, compute, mode), logits_bytes(units, batch), gradient_bytes(units, compute, grad), slack)
 
 
 def slot_bytes(unit: UnitSpec, compute: str) -> int:

@@ -268,7 +268,7 @@ def plan_units(
     short: _Short | None = None
     best: Plan | None = None
     for mode in modes:
-        work = demand.working(request.units, batch, precision.compute, mode, capacities.device)
+        work = demand.working(request.units, batch, precision.compute, grad, mode, capacities.device)
         for chunk, frames in _stagings(request):
             try:
                 plan = _with_slots(request, work, mode, chunk, frames)
@@ -310,10 +310,12 @@ def _explain(request: _Request, short: _Short, batch: demand.Batch | None, activ
     slots = sum(
         demand.fewest_slots([demand.slot_bytes(u, request.compute) for u in request.units], 1 + max((u.depth for u in request.units), default=0))
     )
-    work = demand.working(request.units, batch, request.compute, "recompute" if activations == "auto" else activations, cap.device)
+    work = demand.working(request.units, batch, request.compute, request.grad, "recompute" if activations == "auto" else activations, cap.device)
     if short.tier == "device":
-        need = f"{human(work.total + slots)} (slots {human(slots)}, activations {human(work.activations)}, logits {human(work.logits)}, gradients {human(work.gradients)})"
-        ways = ("raise the device budget", "use a smaller batch or shorter sequences", 'set activations = "recompute"')
+        parts = f"slots {human(slots)}, activations {human(work.activations)}, logits {human(work.logits)}, gradients {human(work.gradients)}"
+        need = f"{human(work.total + slots)} ({parts})"
+        less = "freeze or split the largest parameters" if activations != "keep" else 'set activations = "recompute"'
+        ways = ("raise the device budget", "use a smaller batch or shorter sequences", less)
     elif short.tier == "host":
         need = f"{human(have['host'] + short.nbytes)} or more, for {short.what}"
         ways = ("raise the host budget", "name a directory under tiers.nvme", "let the planner choose (no place)")

@@ -17,7 +17,6 @@ from offload.config import RunConfig
 from offload.errors import ConfigError
 from offload.observe import base
 from offload.observe.metrics import MetricsWriter
-from offload.planner.demand import Batch
 from offload.train import loss, model
 from offload.train.data import PackedSequences, RandomSequences, Source, find_files, has_tokenizer, micro_batch, split
 from offload.train.progress import Reporter
@@ -88,8 +87,8 @@ class Trainer:
             device=self._device,
             precision=config.precision_value(),
             activations=config.train.activations,
-            place=dict(config.tiers.place) or None,
-            batch=Batch(data.batch_size, data.seq_length, loss.CHUNK if in_chunks() else None),
+            place=config.place_value(),
+            batch=model.planned_batch(model_config, data.batch_size, data.seq_length, in_chunks()),
             accumulate=data.accumulate,
             updates=config.train.updates,
             seed=config.train.seed,
@@ -101,7 +100,7 @@ class Trainer:
         chosen = config.optimizer
         kind = offload.optim.AdamW if chosen.name == "adamw" else offload.optim.Adam
         self._optimizer: Any = kind(
-            self._model.parameters(), lr=chosen.lr, betas=tuple(chosen.betas), eps=chosen.eps, weight_decay=chosen.weight_decay
+            self._model.parameters(), lr=chosen.lr, betas=(chosen.betas[0], chosen.betas[1]), eps=chosen.eps, weight_decay=chosen.weight_decay
         )
         self._head: nn.Linear | None = loss.plain_head(self._model) if in_chunks() else None
         if self._head is None:
@@ -211,7 +210,6 @@ class Trainer:
             "eval_loss_last": eval_last,
             "step_seconds_median": statistics.median(seconds) if seconds else None,
             "tokens_per_second": tokens / sum(seconds) if seconds else None,
-            "skipped": records[-1]["skipped"] if records else 0,
             "interrupted": interrupted,
             "digest": digest,
             **{key: predicted.get(key) for key in ("predicted_step_seconds", "bound_step_seconds", "limiting_link")},
@@ -220,19 +218,19 @@ class Trainer:
         }
 
 
-def train(config: RunConfig, out: str, *, stopped: Callable[[], bool] = lambda: False, quiet: bool = False) -> dict[str, Any]:
+def train(config: RunConfig, out: str, *, stopped: Callable[[], bool] = lambda: False) -> dict[str, Any]:
     """Trains as `config` says and leaves the run in directory `out`; returns the summary.
 
     `stopped` is asked before each step; a run that it ends has a summary marked `interrupted`, without digest and last evaluation.
+    An earlier run in `out` is replaced once this one is ready to start.
     """
     with ExitStack() as closing:
         directory = closing.enter_context(RunDirectory(out))
-        directory.write("config.toml", config.to_toml())
-        reporter = Reporter(config.train.steps, quiet)
+        reporter = Reporter(config.train.steps)
         closing.callback(reporter.close)
-        if directory.replaced:
-            reporter.note(f"{directory.path}: the run that was there is replaced")
         metrics = closing.enter_context(MetricsWriter(directory.path / "metrics.jsonl"))
         trainer = Trainer(config, directory, reporter, metrics)
         trainer.open(closing)
+        if directory.begin(config.to_toml()):
+            reporter.note(f"{directory.path}: the run that was there is replaced")
         return trainer.run(stopped)

@@ -25,7 +25,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, scale: float, needed: bool) -> torch.Tensor:
         """Mean cross entropy times `scale`, fp32 scalar; hidden [T, H], weight [V, H], targets int64 [T]; `needed`: gradients too."""
         tokens, width = hidden.shape
-        group = max(CHUNK, int(width * GROUP_SHARE) // CHUNK * CHUNK)
+        group = group_tokens(width)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if needed and ctx.needs_input_grad[0] else None
         d_weight = torch.empty_like(weight) if needed and ctx.needs_input_grad[1] else None
@@ -76,6 +76,16 @@ def _chunk(
         logits.scatter_add_(1, targets[:, None], torch.full_like(wanted, -scale))
         narrow.copy_(logits)
     return (sums.log() + top - wanted).sum()
+
+
+def group_tokens(width: int) -> int:
+    """Tokens whose logits' gradients are held together, by the model's width."""
+    return max(CHUNK, int(width * GROUP_SHARE) // CHUNK * CHUNK)
+
+
+def planned_tokens(width: int, logit_bytes: int) -> int:
+    """Tokens of whole logits, at `logit_bytes` an element, that take as much memory as the chunked loss: what a plan counts."""
+    return max(CHUNK, -(-(4 * CHUNK + 4 * group_tokens(width)) // logit_bytes))
 
 
 def chunked_causal_loss(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:

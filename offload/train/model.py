@@ -11,9 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+import offload
 from offload.config import ModelTable
 from offload.errors import ConfigError
+from offload.planner.demand import Batch
 from offload.train import loss
+
+LOGIT_BYTES = 14  # what the plan counts for an element of the logits, all its forms together
 
 # what makes a model small, by the names that architectures give it
 _TOY_SIZES = {
@@ -35,7 +39,7 @@ _TOY_IDS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 def load_config(table: ModelTable) -> Any:
     """The transformers configuration that `[model]` asks for; `ConfigError` for what is not there or not known."""
     try:
-        from transformers import CONFIG_MAPPING, AutoConfig
+        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
     except ImportError:
         raise ConfigError("[model] needs transformers: pip install 'offload[hf]'") from None
     if table.path is not None:
@@ -50,6 +54,8 @@ def load_config(table: ModelTable) -> Any:
         if kind not in CONFIG_MAPPING:
             raise ConfigError(f"model.type = {kind!r}: transformers has no such type{_near(kind, CONFIG_MAPPING.keys())}")
         known = AutoConfig.for_model(kind)
+        if type(known) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ConfigError(f"model.type = {kind!r} is no causal language model in transformers")
         for key in table.config:
             if not hasattr(known, key):
                 raise ConfigError(f"model.config.{key} is no setting of {kind}{_near(key, known.to_dict())}")
@@ -57,6 +63,8 @@ def load_config(table: ModelTable) -> Any:
             config = AutoConfig.for_model(kind, **table.config)
         except Exception as error:  # configurations check themselves with errors of many kinds
             raise ConfigError(f"model.config: {' '.join(str(error).split())}") from None
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"model.path: {config.model_type} in {table.path} is no causal language model in transformers")
     config.use_cache = False
     return config
 
@@ -68,13 +76,27 @@ def _near(word: str, known: Iterable[str]) -> str:
 
 def build(config: Any, device: str = "meta", dtype: torch.dtype = torch.float32) -> nn.Module:
     """A causal language model of `config` in training mode, parameters of `dtype` on `device`."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(f"[model]: {config.model_type} is no causal language model in transformers")
     with torch.device(device):
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     return model.train()
+
+
+def planned_batch(config: Any, sequences: int, tokens: int, in_chunks: bool) -> Batch:
+    """A micro-batch as the plan counts it: with a loss in chunks, few tokens' logits live at once."""
+    width = int(config.get_text_config().hidden_size)
+    return Batch(sequences, tokens, loss.planned_tokens(width, LOGIT_BYTES) if in_chunks else None)
+
+
+def _prepared_step(toy: nn.Module, ids: torch.Tensor) -> None:
+    """One step as a run makes them, so that what it imports and keeps is part of the base."""
+    tiers = offload.Tiers(device="64MiB", host="64MiB")
+    with offload.runtime(offload.prepare(toy, tiers, device="cpu", activations="recompute")):
+        optimizer = offload.optim.AdamW(toy.parameters(), lr=1e-4)
+        torch.autograd.backward(loss.full_causal_loss(toy, ids))
+        offload.clip_grad_norm_(toy, 1.0)
+        optimizer.step()
 
 
 def toy_config(config: Any) -> Any | None:
@@ -116,5 +138,6 @@ def toy_steps(config: Any) -> tuple[Callable[[], None], Callable[[], bool]]:
                     return
                 if dtype == torch.float32:
                     found[0] = loss.head_is_plain(model.eval())
+            _prepared_step(build(toy, "cpu", torch.float32), ids)
 
     return step, lambda: found[0]

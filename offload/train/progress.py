@@ -25,10 +25,10 @@ def describe(record: Mapping[str, Any]) -> str:
 
 
 class Reporter:
-    """Notes and steps of a run; `quiet` says nothing."""
+    """Notes and steps of a run."""
 
-    def __init__(self, steps: int, quiet: bool = False) -> None:
-        self._console = Console(file=sys.stderr, highlight=False, quiet=quiet)
+    def __init__(self, steps: int) -> None:
+        self._console = Console(file=sys.stderr, highlight=False)
         self._steps = steps
         self._live: Progress | None = None
         self._task: Any = None

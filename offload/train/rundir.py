@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,14 +23,13 @@ def _own(name: str) -> bool:
 
 
 class RunDirectory:
-    """A locked run directory, made if missing; what an earlier run left in it is replaced, anything else in it is a refusal.
+    """A locked run directory, made if missing; what an earlier run left in it is replaced by `begin`, anything else in it is a refusal.
 
     Raises `ConfigError` where another run is live in it, where it holds other files, and where it cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.replaced = False
         try:
             if self.path.is_dir():
                 self._refuse_strangers()
@@ -58,11 +58,23 @@ class RunDirectory:
             raise ConfigError(f"cannot lock {self.path}: {error.strerror}") from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
-        for name in os.listdir(self.path):
-            if name != ".lock" and _own(name):
-                self.replaced = self.replaced or name == "config.toml"
-                target = self.path / name
-                shutil.rmtree(target) if target.is_dir() else target.unlink()
+        self._remove(lambda name: name.startswith(_SCRATCH))
+
+    def _remove(self, wanted: Callable[[str], bool]) -> list[str]:
+        names = [name for name in os.listdir(self.path) if wanted(name)]
+        for name in names:
+            target = self.path / name
+            shutil.rmtree(target) if target.is_dir() else target.unlink()
+        return names
+
+    def begin(self, config: str) -> bool:
+        """Removes an earlier run, now that this one can start, and writes `config.toml`; whether there was one."""
+        try:
+            removed = self._remove(lambda name: name in _OWN - {".lock"})
+        except OSError as error:
+            raise ConfigError(f"cannot write a run to {self.path}: {error.strerror}") from None
+        self.write("config.toml", config)
+        return bool(removed)
 
     def write(self, name: str, text: str) -> None:
         """Writes a file that is whole or absent, whenever the machine stops."""

@@ -2,9 +2,9 @@
 
 [Note: device]
 `cpu` computes in RAM: it binds parameters where they rest in memory, reads NVMe straight into slots, and gradients land at once.
-`sim` computes on the CPU too, but behind an arena of its own: everything goes in and out through asynchronous queues, which may run as
-late as a CUDA stream may. `cuda` is the same with streams and events. A `Copy` fills device memory from host memory or from NVMe; a landing is a function that takes a
-gradient in memory the host can read and stores it.
+`sim` computes on the CPU too, but behind an arena of its own: everything goes in and out through asynchronous queues, which may
+run as late as a CUDA stream may. `cuda` is the same with streams and events. A `Copy` fills device memory from host memory or
+from NVMe; a landing is a function that takes a gradient in memory the host can read and stores it.
 """
 
 from __future__ import annotations
@@ -66,9 +66,11 @@ class Device(ABC):
 
     def register(self, host: Arena) -> None:
         """Makes the host arena fit for fast copies, where that means anything."""
+        return None
 
     def settle(self) -> None:
         """Waits for everything under way."""
+        return None
 
     def close(self) -> None:
         self.settle()

@@ -1,0 +1,116 @@
+"""Commands, and what they have in common: a user's error is one line on standard error and exit code 2; results alone go to standard output."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from offload.errors import ConfigError, OffloadError
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Trains PyTorch models whose state does not fit the GPU, through GPU memory, RAM and NVMe.",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
+_EXTRA = {"allow_extra_args": True, "ignore_unknown_options": False}
+
+
+def emit(result: dict[str, Any], as_json: bool, text: Callable[[dict[str, Any]], str]) -> None:
+    """Prints a command's result, for programs or for people."""
+    print(json.dumps(result, indent=1) if as_json else text(result))
+
+
+@app.command(context_settings=_EXTRA)
+def train(
+    ctx: typer.Context,
+    run: Annotated[str, typer.Argument(metavar="RUN.toml", help="the run file")],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE ...", help="replaces a key of the run file, as train.steps=10")
+    ] = None,
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="the run directory (default: runs/NAME OF THE RUN FILE)")] = None,
+    resume: Annotated[str | None, typer.Option(metavar="DIR", help="go on from the newest checkpoint of a run directory")] = None,
+    as_json: Json = False,
+) -> int:
+    """Train, and write a run directory."""
+    if resume is not None:
+        raise ConfigError("--resume is not available in this version: start a run with --out")
+    from offload.cli.train import train_command
+
+    return train_command(run, [*(set_ or []), *ctx.args], out, as_json)
+
+
+@app.command(context_settings=_EXTRA)
+def plan(
+    ctx: typer.Context,
+    run: Annotated[str | None, typer.Argument(metavar="[RUN.toml]", help="the run file to plan for")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE ...", help="replaces a key of the run file")] = None,
+    params: Annotated[float | None, typer.Option(help="number of parameters, instead of a run file: arithmetic alone")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="with --params")] = 1,
+    stage: Annotated[int, typer.Option(min=0, max=3, help="with --params: 1 divides optimizer state, 2 gradients too, 3 parameters too")] = 3,
+    as_json: Json = False,
+) -> int:
+    """Say what would go where, or what a number of parameters needs."""
+    from offload.cli.plan import plan_command
+
+    return plan_command(run, [*(set_ or []), *ctx.args], params, ranks, stage, as_json)
+
+
+@app.command()
+def doctor(
+    path: Annotated[str, typer.Option(metavar="DIR", help="a directory on the disk that swap files would be on")] = ".",
+    as_json: Json = False,
+) -> int:
+    """Say what this machine has, what is degraded, and how to mend it."""
+    from offload.cli.doctor import doctor_command
+
+    return doctor_command(path, as_json)
+
+
+def _later(name: str, text: str) -> None:
+    @app.command(name, help=f"{text} (not available in this version)", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def refuse(as_json: Json = False) -> int:
+        raise ConfigError(f"offload {name} is not available in this version")
+
+
+for _name, _text in {
+    "bench": "Measure this machine's links and kernels.",
+    "top": "Watch a run.",
+    "report": "Write a run's report.",
+    "verify": "Check a checkpoint.",
+    "export": "Write a checkpoint as safetensors.",
+    "clean": "Remove stale swap files.",
+}.items():
+    _later(_name, _text)
+
+
+def _fail(text: object) -> int:
+    print(f"error: {' '.join(str(text).split())}", file=sys.stderr)
+    return 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit code: 0, 2 for a user's error, 130 or 143 where a signal ended it."""
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    try:
+        return int(app(args=argv, prog_name="offload", standalone_mode=False) or 0)
+    except OffloadError as error:
+        return _fail(error)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        usage = getattr(error, "format_message", None)  # typer's, which shows no common base across its versions
+        if usage is None:
+            raise
+        return _fail(usage())

@@ -1,0 +1,84 @@
+"""`offload plan`: placement of a run, or ZeRO's arithmetic for a number of parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from offload.cli.app import emit
+from offload.config import RunConfig, format_size
+from offload.errors import ConfigError
+
+# bytes per parameter of mixed precision with fp32 masters and moments: parameters, gradients, optimizer state (arXiv:1910.02054)
+_PARAMETER, _GRADIENT, _OPTIMIZER = 2, 2, 12
+
+
+def state_bytes_per_rank(params: float, ranks: int, stage: int) -> float:
+    """Bytes of state on each of `ranks` when `stage` divides optimizer state (1), gradients too (2), parameters too (3)."""
+    shares = [count / (ranks if stage >= least else 1) for count, least in ((_OPTIMIZER, 1), (_GRADIENT, 2), (_PARAMETER, 3))]
+    return params * sum(shares)
+
+
+def _arithmetic(params: float, ranks: int, stage: int) -> dict[str, Any]:
+    if not math.isfinite(params) or params <= 0:
+        raise ConfigError(f"--params {params}: give a number above 0, as 70e9")
+    total = params * (_PARAMETER + _GRADIENT + _OPTIMIZER)
+    return {
+        "parameters": int(params),
+        "ranks": ranks,
+        "stage": stage,
+        "state_bytes": int(total),
+        "state_bytes_per_rank": int(state_bytes_per_rank(params, ranks, stage)),
+        "written_bytes_per_step": int(14 * params / ranks),  # masters, moments and parameters, all on NVMe
+    }
+
+
+def _placement(run: str, overrides: Sequence[str]) -> dict[str, Any]:
+    config = RunConfig.load(run, overrides)
+    import offload
+    from offload.train import model
+    from offload.train.loop import compute_device
+
+    model_config = model.load_config(config.model)
+    probe, in_chunks = model.toy_steps(model_config)
+    probe()
+    made = offload.plan(
+        model.build(model_config),
+        config.tiers_value(),
+        device=compute_device(config.train.device),
+        precision=config.precision_value(),
+        activations=config.train.activations,
+        place=config.place_value(),
+        batch=model.planned_batch(model_config, config.data.batch_size, config.data.seq_length, in_chunks()),
+        accumulate=config.data.accumulate,
+    )
+    return {
+        "parameters": made.parameters,
+        "state_bytes": made.state_bytes,
+        "state_bytes_per_rank": made.state_bytes,
+        "budget_bytes": config.tiers_value().budget_bytes(),
+        "peak_bytes": made.peak_bytes,
+        "activations": made.activations,
+        "placement": made.describe(),
+    }
+
+
+def _text(result: dict[str, Any]) -> str:
+    lines = [f"{result['parameters'] / 1e9:.3g} billion parameters, state {format_size(result['state_bytes'])}"]
+    if "ranks" in result:
+        lines.append(f"{format_size(result['state_bytes_per_rank'])} a rank on {result['ranks']} at stage {result['stage']}")
+        lines.append(f"up to {format_size(result['written_bytes_per_step'])} written a step and rank, where all of it rests on NVMe")
+        return "\n".join(lines)
+    lines += [f"{tier}: {format_size(result['peak_bytes'][tier])} of {format_size(have)}" for tier, have in result["budget_bytes"].items()]
+    lines += [f"{role}: " + ", ".join(f"{format_size(n)} {tier}" for tier, n in tiers.items() if n) for role, tiers in result["placement"].items()]
+    return "\n".join([*lines, f"activations: {result['activations']}"])
+
+
+def plan_command(run: str | None, overrides: Sequence[str], params: float | None, ranks: int, stage: int, as_json: bool) -> int:
+    """Prints the plan of a run file, or arithmetic for `params`."""
+    if (run is None) == (params is None):
+        raise ConfigError("give either a run file or --params")
+    result = _placement(run, overrides) if run is not None else _arithmetic(float(params or 0), ranks, stage)
+    emit(result, as_json, _text)
+    return 0

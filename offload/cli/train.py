@@ -1,0 +1,66 @@
+"""`offload train`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from offload.cli.app import emit
+from offload.config import RunConfig, format_size
+
+
+@contextmanager
+def _signals() -> Iterator[Callable[[], int]]:
+    """SIGINT and SIGTERM end the run after the step under way, a second one at once; the value, called, says which came (0: none)."""
+    came: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if came:
+            raise KeyboardInterrupt
+        came.append(number)
+        print("stopping after this step; once more to stop at once", file=sys.stderr)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: came[0] if came else 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _text(summary: dict[str, Any]) -> str:
+    def change(first: float | None, last: float | None) -> str:
+        return " -> ".join("-" if x is None else f"{x:.4f}" for x in (first, last))
+
+    peak, budget = summary["peak_bytes"], summary["budget_bytes"]
+    tiers = ", ".join(f"{tier} {format_size(peak[tier])} of {format_size(budget[tier])}" for tier in budget)
+    rate = f"{summary['step_seconds_median']:.3f} s a step, {summary['tokens_per_second']:.0f} tokens/s" if summary["steps"] else "no step"
+    return "\n".join(
+        [
+            f"{summary['steps']} steps{' (interrupted)' if summary['interrupted'] else ''}, {summary['tokens']} tokens, {rate}",
+            f"loss {change(summary['loss_first'], summary['loss_last'])}, held out {change(summary['eval_loss_first'], summary['eval_loss_last'])}",
+            f"state {format_size(summary['state_bytes'])}; peaks: {tiers}, resident {format_size(peak['rss'])}",
+            f"digest {summary['digest']}",
+        ]
+    )
+
+
+def train_command(run: str, overrides: Sequence[str], out: str | None, as_json: bool) -> int:
+    """Trains as the run file says; the exit code is 0, or 128 + the signal that ended the run."""
+    config = RunConfig.load(run, overrides)
+    with _signals() as came:
+        import transformers
+
+        from offload.train.loop import train
+
+        transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        summary = train(config, out or str(Path("runs") / Path(run).stem), stopped=lambda: came() != 0)
+        emit(summary, as_json, _text)
+        return 128 + came() if summary["interrupted"] else 0

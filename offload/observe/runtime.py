@@ -1,0 +1,124 @@
+"""What a user sees of a run: counters, digest, synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload import _core
+from offload.engine.engine import Engine
+from offload.engine.registry import forget
+from offload.errors import ConfigError
+from offload.memory.limits import resident_bytes, resident_bytes_max
+from offload.observe.base import base_bytes
+from offload.planner.placement import Plan
+
+BASE_BYTES_MOST = 768 << 20  # the interpreter with everything imported, where it was not measured
+
+
+class Runtime:
+    """What runs behind one prepared model: counters, digest, synchronisation. A context manager that closes."""
+
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
+        self._model, self._engine = model, engine
+        self._excluded: dict[str, int] = dict.fromkeys(("h2d", "d2h", "nvme_read", "nvme_write"), 0)
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def plan(self) -> Plan:
+        return self._engine.plan
+
+    def stats(self) -> dict[str, Any]:
+        """Counters so far. Bytes by tier and by link, seconds by cause of stall."""
+        e = self._engine
+        base = base_bytes() or BASE_BYTES_MOST
+        held = {t: b.peak for t, b in e.budgets.items()}
+        peak_rss = resident_bytes_max()
+        if e.device.name != "cuda":
+            held["device"] = max(held["device"], peak_rss - base - held["host"])
+        else:
+            held["device"] = max(held["device"], torch.cuda.max_memory_reserved(e.device.compute))
+        waits = e.update_seconds
+        return {
+            "parameters": e.plan.parameters,
+            "state_bytes": e.plan.state_bytes,
+            "base_bytes": base,
+            "budget_bytes": {t: b.capacity for t, b in e.budgets.items()},
+            "peak_bytes": held | {"rss": peak_rss},
+            "moved_bytes": {k: v - self._excluded[k] for k, v in self._moved().items()},
+            "stall_seconds": {
+                "fetch": e.slots.counters.stall_seconds["fetch"], "nvme_read": waits.get("read_wait", 0.0),
+                "nvme_write": waits.get("write_wait", 0.0), "update": waits.get("compute", 0.0),
+            },
+            "placement": e.plan.describe(),
+            "activations": e.plan.activations,
+            "fetches": e.slots.counters.fetches,
+            "prefetch_misses": e.slots.counters.misses,
+            "skipped": e.skipped,
+            "notes": self._notes(),
+        }  # fmt: skip
+
+    def _notes(self) -> list[str]:
+        e = self._engine
+        notes = [f"instruction set {_core.simd_level()}, {_core.default_threads()} threads"]
+        if e.space is not None:
+            notes += [str(d) for d in e.space.describe()]
+        return notes
+
+    def _moved(self) -> dict[str, int]:
+        e = self._engine
+        swapped = e.space.counters() if e.space is not None else {}
+        return e.device.moved | {k: int(swapped.get(k, 0)) for k in ("nvme_read", "nvme_write")}
+
+    def tier_bytes(self) -> dict[str, int]:
+        """Bytes held now by tier."""
+        e = self._engine
+        held = {t: b.used for t, b in e.budgets.items()}
+        if e.device.name != "cuda":
+            held["device"] = max(held["device"], resident_bytes() - (base_bytes() or BASE_BYTES_MOST) - held["host"])
+        return held
+
+    def reset_counters(self) -> None:
+        """Moved bytes and stalls count from here."""
+        self._excluded = self._moved()
+        self._engine.update_seconds.clear()
+        self._engine.slots.counters.stall_seconds["fetch"] = 0.0
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What moves inside is left out of `moved_bytes`."""
+        before = self._moved()
+        try:
+            yield
+        finally:
+            for key, value in self._moved().items():
+                self._excluded[key] += value - before[key]
+
+    def lease(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Keeps the unit of `module` on the device with its parameters bound, gradients flowing, while the context lasts."""
+        for unit in self._engine.units:
+            if any(module is m for top in unit.modules for m in top.modules()):
+                return self._engine.streamer.lease(unit.number)
+        raise ConfigError(f"this {type(module).__name__} is in no unit of the prepared model")
+
+    def digest(self) -> str:
+        """A hash of all parameters, moments and steps, by name: the same wherever they rest."""
+        return self._engine.digest()
+
+    def synchronize(self) -> None:
+        """Returns when everything under way is done."""
+        self._engine.synchronize()
+
+    def close(self) -> None:
+        """Gives back memory, files and threads; the model's parameters cannot be read afterwards."""
+        self._engine.close()
+        forget(self._model)
