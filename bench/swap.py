@@ -29,6 +29,7 @@ from offload.memory.swap import SwapFile, SwapSpace
 
 PIECE = 64 << 20
 IN_FLIGHT = 4
+HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "grad_scale": 1.0, "step": 1, "active": 1, "decoupled": 1}
 FIO_OPS = {"read": "read", "write": "write", "mixed": "rw"}
 
 
@@ -84,7 +85,7 @@ class OurPipeline:
         moves = [[(self.space.native(e.file), e.offset, 0, frame_bytes)] for e in extents]
         self.jobs = [self.pipeline.add_job(move, arrays, move, 1, 1) for move in moves]
         self.hyper = np.zeros(1, ops.HYPER)
-        for key, value in dict(lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, grad_scale=1.0, step=1, active=1, decoupled=1).items():
+        for key, value in HYPER.items():
             self.hyper[key] = value
         self.stats: dict[str, float] = {}
 

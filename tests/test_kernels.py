@@ -18,7 +18,8 @@ from offload import _core, ops
 LEVELS = _core.simd_levels()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INTS = {4: torch.int32, 2: torch.int16}
-SPECIAL = [float(x) for x in "0 -0 1 -1 1e-45 -1e-45 1e-40 1.17549435e-38 3.4e38 -3.4e38 1e-8 65504 65520 6e-8 inf -inf nan".split()]
+TINY = [1e-45, -1e-45, 1e-40, 1.17549435e-38, 6e-8, 1e-8]
+SPECIAL = [0.0, -0.0, 1.0, -1.0, *TINY, 65504.0, 65520.0, 3.4e38, -3.4e38, float("inf"), float("-inf"), float("nan")]
 ULP = 2.0**-23
 
 

@@ -1,12 +1,11 @@
 // Python's view of engines, swap files, transfers and the pipeline. Every wait lets other Python threads run.
-#include "io/channel.h"
-
 #include <pthread.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <cstring>
 
+#include "io/channel.h"
 #include "io/faults.h"
 #include "io/threads.h"
 #include "io/uring.h"
@@ -152,7 +151,8 @@ std::shared_ptr<Transfer> move(const Channel& channel, bool write, uint64_t offs
 }
 
 void bind_engine(py::module_& m) {
-  py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine", "Asynchronous file I/O: io_uring, threads, or faults (tests).")
+  py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine",
+                                              "Asynchronous file I/O: io_uring, threads, or faults (tests).")
       .def(py::init(&make_engine), py::arg("kind"), py::arg("queue_depth") = 32, py::arg("block") = 1 << 20)
       .def_property_readonly("kind", &Engine::kind)
       .def_property_readonly("queue_depth", [](const Engine& e) { return e.options().queue_depth; })
@@ -173,32 +173,39 @@ void bind_engine(py::module_& m) {
 }
 
 void bind_file(py::module_& m) {
-  py::class_<Transfer, std::shared_ptr<Transfer>>(m, "Transfer", "One submitted move; owns its buffer until it is done.")
-      .def("wait", [](Transfer& t) { wait_until([&t](auto limit) { return t.wait_for(limit); }); },
-           "Returns when the transfer is done; raises its SwapError, at every call, if it failed.")
+  py::class_<Transfer, std::shared_ptr<Transfer>>(m, "Transfer",
+                                                  "One submitted move; owns its buffer until it is done.")
+      .def(
+          "wait", [](Transfer& t) { wait_until([&t](auto limit) { return t.wait_for(limit); }); },
+          "Returns when the transfer is done; raises its SwapError, at every call, if it failed.")
       .def_property_readonly("done", &Transfer::done)
       .def_property_readonly("offset", &Transfer::offset)
       .def_property_readonly("nbytes", &Transfer::nbytes);
 
-  py::class_<Channel>(m, "File", "A swap file served by an engine. Addresses are integers; `keep` lives till the transfer is done.")
+  py::class_<Channel>(
+      m, "File", "A swap file served by an engine. Addresses are integers; `keep` lives till the transfer is done.")
       .def(py::init([](std::shared_ptr<Engine> engine, const std::string& path, uint64_t nbytes, bool direct) {
              const py::gil_scoped_release release;
              return Channel{std::move(engine), std::make_shared<File>(path, nbytes, direct)};
            }),
            py::arg("engine"), py::arg("path"), py::arg("nbytes"), py::arg("direct") = true)
-      .def("read",
-           [](const Channel& c, uint64_t offset, uintptr_t address, uint64_t nbytes, py::object keep) {
-             return move(c, false, offset, address, nbytes, std::move(keep));
-           },
-           py::arg("offset"), py::arg("address"), py::arg("nbytes"), py::arg("keep") = py::none())
-      .def("write",
-           [](const Channel& c, uint64_t offset, uintptr_t address, uint64_t nbytes, py::object keep) {
-             return move(c, true, offset, address, nbytes, std::move(keep));
-           },
-           py::arg("offset"), py::arg("address"), py::arg("nbytes"), py::arg("keep") = py::none())
-      .def("grow", [](const Channel& c, uint64_t nbytes) { c.file->grow(nbytes); }, py::arg("nbytes"),
-           py::call_guard<py::gil_scoped_release>())
-      .def("sync", [](const Channel& c) { c.file->sync(); }, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "read",
+          [](const Channel& c, uint64_t offset, uintptr_t address, uint64_t nbytes, py::object keep) {
+            return move(c, false, offset, address, nbytes, std::move(keep));
+          },
+          py::arg("offset"), py::arg("address"), py::arg("nbytes"), py::arg("keep") = py::none())
+      .def(
+          "write",
+          [](const Channel& c, uint64_t offset, uintptr_t address, uint64_t nbytes, py::object keep) {
+            return move(c, true, offset, address, nbytes, std::move(keep));
+          },
+          py::arg("offset"), py::arg("address"), py::arg("nbytes"), py::arg("keep") = py::none())
+      .def(
+          "grow", [](const Channel& c, uint64_t nbytes) { c.file->grow(nbytes); }, py::arg("nbytes"),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "sync", [](const Channel& c) { c.file->sync(); }, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("path", [](const Channel& c) { return c.file->path(); })
       .def_property_readonly("nbytes", [](const Channel& c) { return c.file->size(); })
       .def_property_readonly("direct", [](const Channel& c) { return c.file->direct(); })
@@ -270,25 +277,29 @@ py::dict stats_of(const Batch& batch) {
 
 void bind_pipeline(py::module_& m) {
   py::class_<Batch, std::shared_ptr<Batch>>(m, "Batch", "Jobs submitted together.")
-      .def("wait", [](Batch& b) { wait_until([&b](auto limit) { return b.wait_for(limit); }); },
-           "Returns when every job is updated and written; raises the first SwapError.")
-      .def("wait_job",
-           [](Batch& b, size_t index, bool written) {
-             wait_until([&](auto limit) { return b.wait_job_for(index, written, limit); });
-           },
-           py::arg("index"), py::arg("written") = false,
-           "Returns when the index-th job is updated (or written too); raises SwapError if it cannot be.")
+      .def(
+          "wait", [](Batch& b) { wait_until([&b](auto limit) { return b.wait_for(limit); }); },
+          "Returns when every job is updated and written; raises the first SwapError.")
+      .def(
+          "wait_job",
+          [](Batch& b, size_t index, bool written) {
+            wait_until([&](auto limit) { return b.wait_job_for(index, written, limit); });
+          },
+          py::arg("index"), py::arg("written") = false,
+          "Returns when the index-th job is updated (or written too); raises SwapError if it cannot be.")
       .def_property_readonly("done", &Batch::done)
       .def("__len__", &Batch::size)
       .def("stats", &stats_of, "Seconds read_wait, write_wait, compute; bytes_read, bytes_written.");
 
   py::class_<Pipeline, std::shared_ptr<Pipeline>>(m, "Pipeline", "Streams chunks: read, update, write back, at once.")
-      .def(py::init([](const std::vector<uintptr_t>& frames, uint64_t frame_bytes, int threads, unsigned group) {
+      .def(py::init([](const std::vector<uintptr_t>& frames, uint64_t frame_bytes, int threads, unsigned group,
+                       const py::object&) {
              std::vector<char*> addresses;
              for (const uintptr_t frame : frames) addresses.push_back(reinterpret_cast<char*>(frame));
              return owned(new Pipeline(std::move(addresses), {frame_bytes, threads, group}));
            }),
-           py::arg("frames"), py::arg("frame_bytes"), py::arg("threads") = 0, py::arg("group") = 0)
+           py::arg("frames"), py::arg("frame_bytes"), py::arg("threads") = 0, py::arg("group") = 0,
+           py::arg("keep") = py::none(), py::keep_alive<1, 6>())
       .def("add_job", &add_job, py::arg("reads"), py::arg("segments"), py::arg("writes"), py::arg("grad_dtype"),
            py::arg("out_dtype"))
       .def("submit", &submit, py::arg("jobs"), py::arg("hyper"), py::arg("refresh") = false);
@@ -300,8 +311,8 @@ void translate(std::exception_ptr raised) {
   } catch (const io::IoError& error) {
     const py::object type = py::module_::import("offload.errors").attr("SwapError");
     const py::object made = type(error.what());
+    // No `filename`: an OSError that has one prints its own text instead of ours.
     if (error.code() != 0) made.attr("errno") = error.code();
-    made.attr("filename") = error.path();
     PyErr_SetObject(type.ptr(), made.ptr());
   }
 }

@@ -23,7 +23,8 @@ using Address = std::uintptr_t;
 using LevelName = std::optional<std::string>;
 
 Dtype dtype_of(int code) {
-  if (code < 0 || code > 2) throw std::invalid_argument("no dtype code " + std::to_string(code) + ": 0 fp32, 1 bf16, 2 fp16");
+  if (code < 0 || code > 2)
+    throw std::invalid_argument("no dtype code " + std::to_string(code) + ": 0 fp32, 1 bf16, 2 fp16");
   return static_cast<Dtype>(code);
 }
 
@@ -37,10 +38,12 @@ T* pointer(Address address, std::size_t n, const char* what) {
 
 Hyper hyper_of(const py::buffer& buffer) {
   const py::buffer_info info = buffer.request();
-  if (info.size * info.itemsize != sizeof(Hyper)) throw std::invalid_argument("hyper is not one offload.ops.HYPER record of 64 bytes");
+  if (info.size * info.itemsize != sizeof(Hyper))
+    throw std::invalid_argument("hyper is not one offload.ops.HYPER record of 64 bytes");
   Hyper hyper;
   std::memcpy(&hyper, info.ptr, sizeof hyper);
-  if (hyper.active && hyper.step < 1) throw std::invalid_argument("step counts from 1, got " + std::to_string(hyper.step));
+  if (hyper.active && hyper.step < 1)
+    throw std::invalid_argument("step counts from 1, got " + std::to_string(hyper.step));
   return hyper;
 }
 

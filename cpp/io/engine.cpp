@@ -28,8 +28,8 @@ std::shared_ptr<Transfer> Engine::submit(std::shared_ptr<File> file, bool write,
                             std::to_string(nbytes) + " are outside " + file->path() + " of " +
                             std::to_string(file->size()) + " bytes");
   }
-  auto transfer = std::make_shared<Transfer>(std::move(file), write, offset, data, nbytes, std::move(keep),
-                                             std::move(callback));
+  auto transfer =
+      std::make_shared<Transfer>(std::move(file), write, offset, data, nbytes, std::move(keep), std::move(callback));
   bool hungry = false;
   {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -155,6 +155,7 @@ bool Engine::closing() const {
 }
 
 Counters Engine::counters() const {
+  if (foreign()) return {};
   const std::lock_guard<std::mutex> lock(mutex_);
   return counters_;
 }

@@ -15,7 +15,7 @@
 namespace offload::io {
 
 struct EngineOptions {
-  unsigned queue_depth = 32;      // pieces in flight at once, 1 to 4096
+  unsigned queue_depth = 32;       // pieces in flight at once, 1 to 4096
   uint64_t block_bytes = 1 << 20;  // bytes of a piece, a multiple of 4096, at most 1 GiB
 };
 
@@ -35,9 +35,8 @@ class Engine {
 
   // Returns at once unless `kBacklogMax` transfers already wait. `data` must stay valid until the transfer is done; it
   // keeps `keep` till then. Throws std::out_of_range, or std::runtime_error after close() and in a forked child.
-  std::shared_ptr<Transfer> submit(std::shared_ptr<File> file, bool write, uint64_t offset, void* data,
-                                   uint64_t nbytes, std::shared_ptr<void> keep = nullptr,
-                                   Transfer::Callback callback = nullptr);
+  std::shared_ptr<Transfer> submit(std::shared_ptr<File> file, bool write, uint64_t offset, void* data, uint64_t nbytes,
+                                   std::shared_ptr<void> keep = nullptr, Transfer::Callback callback = nullptr);
 
   // Blocks until all that was submitted is done and its callbacks have run.
   void drain();

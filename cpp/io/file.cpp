@@ -72,8 +72,8 @@ void File::reserve(uint64_t nbytes) {
     const uint64_t free_bytes = known ? static_cast<uint64_t>(space.f_bavail) * space.f_frsize : 0;
     // A failed reservation may have taken what was left of the disk.
     if (::ftruncate(buffered_fd_, static_cast<off_t>(old)) != 0) code = code ? code : errno;
-    std::string message = "cannot reserve " + std::to_string(nbytes) + " bytes for swap file " + path_ + ": " +
-                          errno_text(code);
+    std::string message =
+        "cannot reserve " + std::to_string(nbytes) + " bytes for swap file " + path_ + ": " + errno_text(code);
     if (code == ENOSPC || code == EDQUOT) {
       if (known) message += ", " + std::to_string(free_bytes) + " bytes free";
       message += "; free space there, give it less or use another directory";

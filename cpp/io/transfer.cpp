@@ -32,8 +32,9 @@ void Transfer::fail(int code, const std::string& detail) {
   failed_.store(true, std::memory_order_relaxed);
   if (error_) return;
   std::string message = std::string(write_ ? "write" : "read") + " of " + std::to_string(nbytes_) +
-                        " bytes at offset " + std::to_string(offset_) + " of " + file_->path() + " failed: " +
-                        (code ? errno_text(code) : std::string()) + (code && !detail.empty() ? ", " : "") + detail;
+                        " bytes at offset " + std::to_string(offset_) + " of " + file_->path() +
+                        " failed: " + (code ? errno_text(code) : std::string()) +
+                        (code && !detail.empty() ? ", " : "") + detail;
   if (code == ENOSPC) message += "; free space there, give it less or use another directory";
   error_.emplace(code, file_->path(), message);
 }

@@ -157,9 +157,7 @@ class UringEngine final : public Engine {
 
 }  // namespace
 
-std::unique_ptr<Engine> make_uring_engine(EngineOptions options) {
-  return std::make_unique<UringEngine>(options);
-}
+std::unique_ptr<Engine> make_uring_engine(EngineOptions options) { return std::make_unique<UringEngine>(options); }
 
 }  // namespace offload::io
 
@@ -167,9 +165,7 @@ std::unique_ptr<Engine> make_uring_engine(EngineOptions options) {
 
 namespace offload::io {
 
-std::unique_ptr<Engine> make_uring_engine(EngineOptions) {
-  throw Unavailable("built without liburing");
-}
+std::unique_ptr<Engine> make_uring_engine(EngineOptions) { throw Unavailable("built without liburing"); }
 
 }  // namespace offload::io
 

@@ -129,7 +129,8 @@ bool Pipeline::must_wait(const Run& run) const {
            (touches(run.job->reads, other->job->writes) || touches(run.job->writes, other->job->writes));
   };
   return std::any_of(writing_.begin(), writing_.end(), clash) || std::any_of(held_.begin(), held_.end(), clash) ||
-         std::any_of(framed_.begin(), framed_.end(), [&](const RunPtr& other) { return other->frame >= 0 && clash(other); });
+         std::any_of(framed_.begin(), framed_.end(),
+                     [&](const RunPtr& other) { return other->frame >= 0 && clash(other); });
 }
 
 // Starts writing the held frames when there is a group of them, or nothing better to do for the disk.

@@ -7,9 +7,6 @@
 namespace offload {
 namespace {
 
-// Small enough to even out cores of unequal speed, large enough that the ends of the streams do not matter.
-constexpr std::size_t kGrain = 8 * kBlock;
-
 template <class T>
 T* shifted(T* base, Dtype dtype, std::size_t elements) {
   using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
@@ -26,7 +23,7 @@ void adam_update(const Hyper& hyper, float* master, const void* grad, Dtype grad
   }
   const Coefficients c = derive(hyper);
   const Kernels& kernels = kernels_of(level);
-  pool.for_ranges(n, kGrain, [&](std::size_t at, std::size_t count) {
+  pool.for_ranges(n, pool.grain(n, 8 * kBlock, 32 * kBlock), [&](std::size_t at, std::size_t count) {
     kernels.adam(c, master + at, shifted(grad, grad_dtype, at), grad_dtype, exp_avg + at, exp_avg_sq + at,
                  shifted(out, out_dtype, at), out_dtype, count);
   });

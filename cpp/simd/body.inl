@@ -6,6 +6,11 @@ template <class A>
 constexpr bool is_same<A, A> = true;
 
 template <class T>
+const T* as_const(T* p) {
+  return p;
+}
+
+template <class T>
 inline Floats load_some(const T* p, std::size_t count) {
   T whole[kLanes] = {};
   __builtin_memcpy(whole, p, count * sizeof(T));

@@ -1,9 +1,23 @@
 #include "simd/dispatch.h"
 
+#ifdef OFFLOAD_SIMD_X86
+#include <cpuid.h>
+#endif
+
 #include <cstdlib>
 #include <stdexcept>
 
 namespace offload {
+#ifdef OFFLOAD_SIMD_X86
+namespace {
+
+bool has_f16c() {  // not a name that every compiler's __builtin_cpu_supports knows
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+}  // namespace
+#endif
 
 const char* name_of(Level level) {
   switch (level) {
@@ -20,7 +34,7 @@ const char* name_of(Level level) {
 std::vector<Level> available_levels() {
   std::vector<Level> levels;
 #ifdef OFFLOAD_SIMD_X86
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
     levels.push_back(Level::avx512);

@@ -13,8 +13,9 @@ namespace offload {
 // a caller that cuts an array starts each range on a block. Within a block: 16 double lanes by index modulo 16, then
 // pairwise. Squares of fp32 values are exact in double. A non-finite element makes its block's sum non-finite.
 
-// dst = round(float(src) * scale) or, accumulating, dst = round(float(dst) + float(src) * scale), fp32 arithmetic.
-// block_sums, where not null, receives the sums of squares of the values then in dst. dst may be src of the same dtype.
+// dst = round(float(src) * scale), bit by bit src where neither dtype nor value changes, or, accumulating, dst =
+// round(float(dst) + float(src) * scale), fp32 arithmetic. block_sums, where not null, receives the sums of squares of
+// the values then in dst. dst may be src of the same dtype.
 void land(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, std::size_t n, bool accumulate, float scale,
           double* block_sums, ThreadPool& pool, Level level = current_level());
 

@@ -12,9 +12,7 @@ inline Floats load(const Bf16* p) {
   const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16))};
 }
-inline Floats load(const Half* p) {
-  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
-}
+inline Floats load(const Half* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
 
 inline void store(float* p, Floats a) { _mm512_storeu_ps(p, a.x); }
 inline void store(Bf16* p, Floats a) {

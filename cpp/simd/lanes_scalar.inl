@@ -22,7 +22,8 @@ inline float float_of(std::uint32_t bits) {
 inline float widen(float value) { return value; }
 inline float widen(Bf16 value) { return float_of(static_cast<std::uint32_t>(value.bits) << 16); }
 inline float widen(Half value) {
-  const std::uint32_t sign = (value.bits & 0x8000u) << 16, exponent = value.bits >> 10 & 31, fraction = value.bits & 1023;
+  const std::uint32_t sign = (value.bits & 0x8000u) << 16, exponent = value.bits >> 10 & 31,
+                      fraction = value.bits & 1023;
   if (exponent == 31) return float_of(sign | 0x7f800000u | fraction << 13 | (fraction ? 0x400000u : 0));
   if (exponent == 0) return float_of(sign | bits_of(static_cast<float>(fraction) * 0x1p-24f));
   return float_of(sign | (exponent + 112) << 23 | fraction << 13);
@@ -62,9 +63,9 @@ inline void store(T* p, const Floats& a) {
   __builtin_memcpy(p, raw, sizeof raw);
 }
 
-#define OFFLOAD_EACH_LANE(EXPRESSION)                       \
-  Floats r;                                                 \
-  for (int i = 0; i < kLanes; ++i) r.x[i] = EXPRESSION;     \
+#define OFFLOAD_EACH_LANE(EXPRESSION)                   \
+  Floats r;                                             \
+  for (int i = 0; i < kLanes; ++i) r.x[i] = EXPRESSION; \
   return r
 inline Floats all(float value) { OFFLOAD_EACH_LANE(value); }
 inline Floats add(const Floats& a, const Floats& b) { OFFLOAD_EACH_LANE(a.x[i] + b.x[i]); }

@@ -20,6 +20,7 @@ if(OFFLOAD_SIMD_X86)
   target_compile_definitions(offload_core PRIVATE OFFLOAD_SIMD_X86)
   set_source_files_properties(cpp/simd/target_avx2.cpp PROPERTIES COMPILE_OPTIONS "-mavx2;-mfma;-mf16c")
   # GCC 12 warns of its own intrinsics (bug 105593).
+  set(quiet "$<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized;-Wno-maybe-uninitialized>")
   set_source_files_properties(cpp/simd/target_avx512.cpp PROPERTIES COMPILE_OPTIONS
-    "-mavx2;-mfma;-mf16c;-mavx512f;-mavx512bw;-mavx512vl;-mavx512dq;-Wno-uninitialized;-Wno-maybe-uninitialized")
+    "-mavx2;-mfma;-mf16c;-mavx512f;-mavx512bw;-mavx512vl;-mavx512dq;${quiet}")
 endif()

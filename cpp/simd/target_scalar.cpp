@@ -9,13 +9,12 @@ constexpr std::size_t kLine = 64;
 constexpr std::size_t kAheadBytes = 512;
 constexpr std::uint32_t kNaN = 0x7fc00000u;
 
+// clang-format off: each uses those before it
 #include "simd/lanes_scalar.inl"
-
 #include "simd/body.inl"
-
 #include "simd/body_adam.inl"
-
 #include "simd/body_land.inl"
+// clang-format on
 
 }  // namespace
 

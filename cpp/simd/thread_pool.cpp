@@ -32,13 +32,14 @@ struct Job {
 class Crew {
  public:
   void run(Job& job) {
+    const int helpers = job.seats;
     std::list<Job*>::iterator place;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      grow(job.seats);
+      grow(helpers);
       place = open_.insert(open_.end(), &job);
     }
-    job.seats == 1 ? wake_.notify_one() : wake_.notify_all();
+    helpers == 1 ? wake_.notify_one() : wake_.notify_all();
     job.drain();
     std::unique_lock<std::mutex> lock(mutex_);
     open_.erase(place);

@@ -17,6 +17,13 @@ class ThreadPool {
 
   int threads() const { return threads_; }
 
+  // A grain for n elements: a multiple of `least` up to `most`, some four ranges a thread, so that unequal cores even
+  // out, and no range so short that waking a thread for it costs more than it saves.
+  std::size_t grain(std::size_t n, std::size_t least, std::size_t most) const {
+    const std::size_t share = n / (4 * static_cast<std::size_t>(threads_)) / least * least;
+    return std::min(std::max(share, least), most);
+  }
+
   // Calls f(begin, count) for ranges that cover [0, n), each starting on a multiple of `grain`; returns when all are
   // done. Which thread takes which range is not fixed. f must not throw.
   template <class F>

@@ -88,7 +88,8 @@ int physical_cores(const std::set<int>& cpus, const std::string& root) {
   for (int cpu : cpus) {
     const std::string topology = root + "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/";
     const std::string core = first_line(topology + "core_id");
-    cores.insert(core.empty() ? "cpu " + std::to_string(cpu) : first_line(topology + "physical_package_id") + " " + core);
+    cores.insert(core.empty() ? "cpu " + std::to_string(cpu)
+                              : first_line(topology + "physical_package_id") + " " + core);
   }
   return std::max(1, static_cast<int>(cores.size()));
 }

@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from offload.errors import ConfigError, OffloadError
+from offload.memory.limits import host_limits
 
 aten = torch.ops.aten
 _CPU = torch.device("cpu")
@@ -81,6 +82,11 @@ class AtRest(torch.Tensor):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.numel() * self.element_size() > host_limits().room:  # what is pickled stays in memory until the end
+            raise OffloadError(
+                f"{self.source.describe()} does not fit the memory that is left, so it cannot be pickled; "
+                "use offload.save, which streams, or save fewer tensors at once"
+            )
         value: torch.Tensor = self.plain()
         if isinstance(self, torch.nn.Parameter):
             value = torch.nn.Parameter(value, self.requires_grad)

@@ -27,6 +27,7 @@ from offload.memory.arena import Arena, reserve
 from offload.memory.budget import Budget
 from offload.memory.shard import Shard
 from offload.memory.swap import SwapSpace
+from offload.planner.demand import Batch
 from offload.planner.placement import Plan, human
 from offload.transfer.device import Device
 from offload.transfer.frames import FramePool
@@ -103,8 +104,16 @@ class Engine:
         self.streamer = Streamer(
             self.model, self.units, self.records, self.slots, self.gradients, self.plan.activations == "recompute", self.initialise
         )
+        self.streamer.on_root = self._close_plan
         self.streamer.before_backward = self._before_backward
         self.gradients.before_sums = self.widen_gradients
+
+    def _close_plan(self, inputs: list[torch.Tensor]) -> None:
+        """At the first forward of a plan made without a batch: activations are planned for now, or refused before anything is computed."""
+        shape = next((x.shape for x in inputs if x.ndim > 1), None)
+        if self.plan.batch is None and shape is not None and torch.is_grad_enabled():
+            self.plan = self.plan.closed(Batch(shape[0], shape[1]))
+            self.streamer.recompute = self.plan.activations == "recompute"
 
     # Values
 

@@ -73,6 +73,7 @@ class Streamer:
         self.owners = [sorted({e.record.unit for e in entries}) for entries in self.entries]
         self.recompute = recompute
         self.before_backward: Callable[[], None] = lambda: None
+        self.on_root: Callable[[list[torch.Tensor]], None] = lambda inputs: None
         self._ready = ready
         self._calls: list[_Call] = []
         self._backward = _Backward()
@@ -107,6 +108,7 @@ class Streamer:
         if torch._C._current_graph_task_id() < 0:  # inside a backward it is a recomputation, whose leases stand
             self._end_backward()
             self._end_interrupted()
+        self.on_root(list(_tensors((args, kwargs))))
         return _to_device(args, self.slots), _to_device(kwargs, self.slots)
 
     def _enter(self, module: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -22,6 +22,11 @@ class HostLimits:
     locked: int | None
 
     @property
+    def room(self) -> int:
+        """What may be taken beyond what this process has resident."""
+        return min(self.available, self.cgroup - resident_bytes() if self.cgroup is not None else _UNLIMITED)
+
+    @property
     def usable(self) -> int:
         """What a run may still take, this process's own resident memory included."""
         own = resident_bytes()

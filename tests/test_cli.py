@@ -1,0 +1,185 @@
+"""The command line: a user's error is one line and exit code 2; results alone are on standard output."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offload.cli import main
+
+RUN = """
+[model]
+type = "llama"
+config = { vocab_size = 128, hidden_size = 64, intermediate_size = 128, num_hidden_layers = 2, num_attention_heads = 4 }
+[data]
+source = "random"
+seq_length = 32
+eval_sequences = 2
+[tiers]
+device = "48MiB"
+host = "32MiB"
+nvme = [["swap", "64MiB"]]
+[optimizer]
+lr = 1e-3
+clip = 1.0
+[train]
+steps = 3
+device = "cpu"
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    def call(*argv: object) -> str:
+        code = main([str(a) for a in argv])
+        said = capsys.readouterr()
+        assert code == 2 and said.out == ""
+        lines = [line for line in said.err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1 and "Traceback" not in said.err
+        return lines[0]
+
+    return call
+
+
+def command(*argv: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "offload", *map(str, argv)], capture_output=True, text=True, cwd=cwd)
+
+
+def test_help_needs_no_torch(tmp_path: Path) -> None:
+    code = "import sys\nfrom offload.cli import main\nmain(['--help'])\nsys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and "doctor" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["train"], ["train", "RUN", "--outt", "x"], ["trian"], ["plan"], ["plan", "--params", "many"], ["plan", "--params", "-1"],
+     ["doctor", "--path", "/no/where"], ["bench"], ["bench", "swap", "--path", "x"], ["top", "DIR"], ["report", "DIR"], ["verify", "DIR"],
+     ["export", "DIR", "OUT"], ["clean", "DIR", "--json"]],
+)  # fmt: skip
+def test_usage_errors(refused, argv: list[str]) -> None:  # type: ignore[no-untyped-def]
+    refused(*argv)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.step=3", "nearest: train.steps"),
+        ("tiers.device=24GiBs", "is no size"),
+        ("model.type=lama", "nearest: llama"),
+        ("model.type=vit", "no causal language model"),
+        ("model.config.hiden_size=3", "nearest: hidden_size"),
+        ("data.source=texts/*.py", "tokenizer"),
+        ("checkpoint.every=2", "not available in this version"),
+        ("precision.compute=fp16", "not available in this version"),
+        ("tiers.nvme=[['/proc/swap', '1GiB']]", "/proc/swap"),
+        ("tiers.nvme=[['run.toml/swap', '1GiB']]", "run.toml/swap"),
+    ],
+)
+def test_run_files_that_cannot_run(refused, run: Path, override: str, says: str) -> None:  # type: ignore[no-untyped-def]
+    tight = ["--set", "tiers.host=2MiB", "--set", "tiers.place={optimizer='nvme'}"] if "nvme" in override else []
+    assert says in refused("train", run, "--set", override, *tight, "--out", run.parent / "out")
+
+
+def test_missing_paths(refused, run: Path) -> None:  # type: ignore[no-untyped-def]
+    out = ("--out", run.parent / "out")
+    assert "cannot read" in refused("train", run.parent / "none.toml", *out)
+    run.write_text(RUN.replace('type = "llama"', 'path = "model"').replace("config = {", "# {"))
+    assert f"no config.json in {run.parent / 'model'}" in refused("train", run, *out)
+    assert "cannot write" in refused("train", run, "--out", run / "out")
+    assert "--resume" in refused("train", run, "--resume", run.parent / "out")
+
+
+def test_no_text_found(refused, run: Path) -> None:  # type: ignore[no-untyped-def]
+    run.write_text(RUN.replace('type = "llama"', 'path = "model"').replace("config = {", "# {").replace('"random"', '"texts/*.md"'))
+    (run.parent / "model").mkdir()
+    config = {"model_type": "llama", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (run.parent / "model/config.json").write_text(json.dumps(config))
+    (run.parent / "model/tokenizer.json").write_text("{}")
+    assert f"no file matches {run.parent / 'texts/*.md'}" in refused("train", run, "--out", run.parent / "out")
+    (run.parent / "texts").mkdir()
+    (run.parent / "texts/a.md").write_text("")
+    assert "no text found" in refused("train", run, "--out", run.parent / "out")
+    assert not list((run.parent / "out").glob(".tokens-*"))
+
+
+def test_what_cannot_fit_is_refused_with_numbers(refused, run: Path) -> None:  # type: ignore[no-untyped-def]
+    said = refused("train", run, "--set", "tiers.device=1KiB", "tiers.host=1KiB", "--out", run.parent / "out")
+    assert "KiB" in said or "MiB" in said
+
+
+def test_a_live_run_in_the_same_directory(refused, run: Path) -> None:  # type: ignore[no-untyped-def]
+    from offload.train.rundir import RunDirectory
+
+    with RunDirectory(run.parent / "out"):
+        assert f"process {os.getpid()}" in refused("train", run, "--out", run.parent / "out")
+
+
+@pytest.mark.parametrize(("stage", "per_rank"), [(0, 1120e9), (1, 70e9 * (4 + 12 / 64)), (2, 70e9 * (2 + 14 / 64)), (3, 17.5e9)])
+def test_arithmetic_of_stages(capsys: pytest.CaptureFixture[str], stage: int, per_rank: float) -> None:
+    assert main(["plan", "--params", "70e9", "--ranks", "64", "--stage", str(stage), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state_bytes_per_rank"] == pytest.approx(per_rank)
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["doctor", "--path", str(tmp_path), "--json"]) == 0
+    names = {f["name"] for f in json.loads(capsys.readouterr().out)["findings"]}
+    assert {"torch", "instruction set", "I/O engine", "direct I/O", "memory"} <= names and not list(tmp_path.iterdir())
+    assert main(["doctor", "--path", str(tmp_path)]) == 0 and "ok" in capsys.readouterr().out
+
+
+def test_a_plan(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    assert main(["plan", str(run), "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["state_bytes"] > 0 and set(made["placement"]) == {"parameter", "gradient", "optimizer"}
+    assert main(["plan", str(run)]) == 0 and "MiB" in capsys.readouterr().out
+
+
+def test_a_run_from_the_command(run: Path) -> None:
+    cwd = run.parent
+    done = command("train", run, "--set", "data.accumulate=2", "--json", cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary == json.loads((cwd / "runs/run/summary.json").read_text())
+    wanted = {
+        "steps", "tokens", "loss_first", "loss_last", "losses", "eval_loss_first", "eval_loss_last", "parameters", "state_bytes",
+        "step_seconds_median", "tokens_per_second", "budget_bytes", "peak_bytes", "moved_bytes", "stall_seconds", "predicted_step_seconds",
+        "bound_step_seconds", "limiting_link", "digest", "base_bytes",
+    }  # fmt: skip
+    assert wanted <= set(summary) and set(summary["peak_bytes"]) == {"device", "host", "nvme", "rss"}
+    assert summary["steps"] == 3 == len(summary["losses"]) and summary["tokens"] == 3 * 2 * 32 and not summary["interrupted"]
+    lines = [json.loads(line) for line in (cwd / "runs/run/metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in lines] == [1, 2, 3] and [m["loss"] for m in lines] == summary["losses"]
+    assert "step 3/3" in done.stderr and "held-out loss after" in done.stderr
+    assert not list((cwd / "swap").glob("*"))
+
+    again = command("train", cwd / "runs/run/config.toml", "--out", "runs/run", "--set", "data.accumulate=2", cwd=cwd)
+    assert again.returncode == 0 and summary["digest"] in again.stdout and "is replaced" in again.stderr
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_cleanly(run: Path, number: signal.Signals) -> None:
+    argv = [sys.executable, "-m", "offload", "train", str(run), "--set", "train.steps=100000", "--out", str(run.parent / "out")]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("step 2/"):
+                process.send_signal(number)
+                break
+        said = process.stderr.read()
+    assert process.returncode == 128 + number and "Traceback" not in said and "stopping after this step" in said
+    summary = json.loads((run.parent / "out/summary.json").read_text())
+    assert summary["interrupted"] and summary["steps"] == len((run.parent / "out/metrics.jsonl").read_text().splitlines()) >= 2
+    assert not list((run.parent / "swap").glob("*"))
