@@ -84,10 +84,11 @@ class Plan:
             work = demand.working(specs, batch, self.compute, self.grad, mode, self.budgets["device"])
             if work.total <= left:
                 return replace(self, activations=mode, batch=batch, working=work)
+        parts = f"activations {human(work.activations)}, logits {human(work.logits)}, gradients {human(work.gradients)}"
         raise PlanError(
-            f"the device tier is short for this batch of {batch.sequences} x {batch.tokens}: need {human(work.total)} "
-            f"(activations {human(work.activations)}, logits {human(work.logits)}, gradients {human(work.gradients)}); "
-            f"have {human(left)} beside state and slots. Ways out: give prepare(batch=({batch.sequences}, {batch.tokens})), so that less rests on the device; use a smaller batch; raise the device budget."
+            f"the device tier is short for this batch of {batch.sequences} x {batch.tokens}: need {human(work.total)} ({parts}); "
+            f"have {human(left)} beside state and slots. Ways out: give prepare(batch=({batch.sequences}, {batch.tokens})), "
+            "so that less rests on the device; use a smaller batch; raise the device budget."
         )
 
     def describe(self) -> dict[str, dict[str, int]]:
