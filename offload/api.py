@@ -22,6 +22,9 @@ from offload.planner.placement import Capacities, Plan, human, plan_units
 from offload.transfer.device import CpuDevice, Device, SimDevice
 
 
+RELIEVE_ABOVE = 0.5  # of what the device budget leaves beside state and slots, where it is RAM
+
+
 def make_device(device: str | Device | None) -> Device:
     """`None` picks CUDA where there is one, else the CPU."""
     if isinstance(device, Device):
@@ -105,6 +108,8 @@ def prepare(
         )
         _check_machine(made, target)
         _core.tune_malloc()
+        held = made.resting["device"] + sum(made.slots)
+        target.resident_bytes_high = base_bytes() + made.peak_bytes["host"] + held + int(RELIEVE_ABOVE * (tiers.device - held))
         engine = Engine(model, found, made, tiers, target, seed)
     except BaseException:
         target.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -77,8 +77,13 @@ class Bag(nn.Module):
 
 
 SHAPES: dict[str, tuple[int, ...]] = {
-    "scalar": (), "one": (1,), "empty": (0,), "empty2": (3, 0), "vector": (7,), "matrix": (5, 9), "cube": (3, 4, 5), "block": (4096,), "odd": (4097,), "wide": (3, 3001),
+    "scalar": (), "one": (1,), "empty": (0,), "empty2": (3, 0), "vector": (7,), "matrix": (5, 9),
+    "cube": (3, 4, 5), "block": (4096,), "odd": (4097,), "wide": (3, 3001),
 }  # fmt: skip
+
+FILLED = {k: v for k, v in SHAPES.items() if "empty" not in k}
+FEW = {"scalar": (), "empty": (0,), "vector": (7,), "odd": (4097,)}
+ULPS = 4  # of the larger of the value and lr, and a step: what differently ordered fp32 operations may come to
 
 
 def bag(dtype: torch.dtype = torch.float32, seed: int = 3, shapes: dict[str, tuple[int, ...]] | None = None) -> Bag:
@@ -87,10 +92,15 @@ def bag(dtype: torch.dtype = torch.float32, seed: int = 3, shapes: dict[str, tup
 
 
 class Prepared(AbstractContextManager["Prepared"]):
-    """Prepares copies of models and closes them at the end. Swap directories lie in `where`."""
+    """Prepares copies of models and closes them at the end. Swap directories lie in `where`.
+
+    torch computes with one thread meanwhile: models are tiny.
+    """
 
     def __init__(self, where: Path) -> None:
-        self.where, self._count, self._models = where, itertools.count(), []
+        self.where, self._count, self._models = where, itertools.count(), list[nn.Module]()
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
 
     def __call__(self, model: nn.Module, place: str | None = "host", device: str = "cpu", *, keep: bool = False, **over: Any) -> Any:
         """A prepared deep copy of `model` (the model itself with `keep`), all roles on the tier `place` (None: the planner's choice)."""
@@ -112,6 +122,7 @@ class Prepared(AbstractContextManager["Prepared"]):
                 offload.runtime(model).close()
             except offload.ConfigError:
                 continue  # the test closed it
+        torch.set_num_threads(self._threads)
 
 
 def plain(t: torch.Tensor) -> torch.Tensor:
@@ -134,7 +145,10 @@ def same(got: torch.Tensor | None, want: torch.Tensor | None, what: str = "") ->
         raise AssertionError(f"{what}: {tuple(got.shape)} {got.dtype}, torch has {tuple(want.shape)} {want.dtype}")
     if not torch.equal(bits(got), bits(want)):
         a, b = plain(got).double().reshape(-1), plain(want).double().reshape(-1)
-        raise AssertionError(f"{what}: {int((a != b).sum())} of {a.numel()} elements differ, by at most {float((a - b).abs().max()):.3g}; first {a[a != b][:3]} for {b[a != b][:3]}")
+        raise AssertionError(
+            f"{what}: {int((a != b).sum())} of {a.numel()} elements differ, "
+            f"by at most {float((a - b).abs().max()):.3g}; first {a[a != b][:3]} for {b[a != b][:3]}"
+        )
 
 
 def near(got: torch.Tensor, want: torch.Tensor, ulps: float, scale: float = 0.0, what: str = "") -> None:
@@ -148,7 +162,10 @@ def near(got: torch.Tensor, want: torch.Tensor, ulps: float, scale: float = 0.0,
     over = (a - b).abs() > bound
     if bool(over.any()) or bool((a.isnan() != b.isnan()).any()):
         worst = ((a - b).abs() / bound.clamp(min=1e-300)).max()
-        raise AssertionError(f"{what}: {int(over.sum())} of {a.numel()} elements are off, the worst by {float(worst) * ulps:.3g} ulp; first {a[over][:3]} for {b[over][:3]}")
+        raise AssertionError(
+            f"{what}: {int(over.sum())} of {a.numel()} elements are off, "
+            f"the worst by {float(worst) * ulps:.3g} ulp; first {a[over][:3]} for {b[over][:3]}"
+        )
 
 
 def same_models(got: nn.Module, want: nn.Module) -> None:
@@ -173,3 +190,49 @@ def pairs(got: nn.Module, want: nn.Module) -> Iterator[tuple[str, torch.Tensor, 
     ours = dict(got.named_parameters())
     for name, p in want.named_parameters():
         yield name, ours[name], p
+
+
+def give(model: nn.Module, seed: int, skip: tuple[str, ...] = (), scale: float = 1.0) -> None:
+    """The same seeded gradients for any model of the same names."""
+    for i, (name, p) in enumerate(model.named_parameters()):
+        p.grad = None if name in skip or not p.requires_grad else (noise(p.shape, 1000 * seed + i) * scale).to(p.dtype)
+
+
+def moments_near(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer, got: nn.Module, want: nn.Module, steps: int) -> None:
+    for name, p, q in pairs(got, want):
+        assert (p in ours.state) == (q in theirs.state), name
+        if q not in theirs.state:
+            continue
+        mine, other = ours.state[p], theirs.state[q]
+        assert float(mine["step"]) == float(other["step"]), name
+        for role in ("exp_avg", "exp_avg_sq"):
+            assert mine[role].dtype == torch.float32
+            near(mine[role], other[role].float(), ULPS * steps, float(other[role].abs().max()) if other[role].numel() else 0.0, f"{role} of {name}")
+
+
+def parameters_near(got: nn.Module, want: nn.Module, steps: int, lr: float) -> None:
+    for name, p, q in pairs(got, want):
+        near(p, q, ULPS * steps, lr, name)
+
+
+def both(
+    prepared: Prepared, act: Callable[[nn.Module], Any], place: str = "host", device: str = "cpu", model: Callable[[], nn.Module] = net, **over: Any
+) -> tuple[Any, Any]:
+    """Does the same to a prepared model and to a plain one, compares gradients and parameters, and gives both back."""
+    twin, want = prepared(model(), place, device, **over), model()
+    results = [act(m) for m in (twin, want)]
+    for a, b in zip(*[r if isinstance(r, (list, tuple)) else [r] for r in results], strict=True):
+        if isinstance(b, torch.Tensor):
+            same(a, b)
+    same_gradients(twin, want)
+    same_models(twin, want)
+    return twin, want
+
+
+def clip(m: nn.Module, most: float) -> torch.Tensor:
+    """offload's clipping for a prepared model, torch's for any other."""
+    try:
+        offload.runtime(m)
+    except offload.ConfigError:
+        return torch.nn.utils.clip_grad_norm_(m.parameters(), most)
+    return offload.clip_grad_norm_(m, most)

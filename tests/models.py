@@ -46,7 +46,7 @@ class Stack(nn.Module):
         self.segment, self.reentrant, self.x = segment, reentrant, torch.randn(16, width)
 
     def forward(self, x: torch.Tensor | None = None) -> torch.Tensor:
-        x = self.first(self.x.to(self.first.weight.dtype) if x is None else x)
+        x = self.first(self.x if x is None else x)
         step = self.segment or 1
         for i in range(0, len(self.blocks), step):
 
@@ -207,6 +207,8 @@ class Structured(nn.Module):
 
 
 def mean_square(model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if isinstance(model, Stack) and not args:
+        args = (model.x,)  # through the root, which casts it
     return model(*args, **kwargs).float().square().mean()
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import math
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import BF16, FP32, SETTINGS, Bag, Prepared, bag, ids, near, net, noise, pairs, plain, same, same_gradients, same_models
+from helpers import BF16, SETTINGS, Bag, Prepared, bag, both, clip, ids, near, net, noise, pairs, plain, same, same_gradients
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -29,18 +26,6 @@ everywhere = pytest.mark.parametrize(("device", "place"), SETTINGS)
 Touch = Callable[[nn.Module], Any]
 
 
-def both(prepared: Prepared, act: Touch, place: str = "host", device: str = "cpu", model: Callable[[], nn.Module] = net, **over: Any) -> tuple[Any, Any]:
-    """Does the same to a prepared model and to a plain one, compares gradients and parameters, and gives both back."""
-    twin, want = prepared(model(), place, device, **over), model()
-    results = [act(m) for m in (twin, want)]
-    for a, b in zip(*[r if isinstance(r, (list, tuple)) else [r] for r in results], strict=True):
-        if isinstance(b, torch.Tensor):
-            same(a, b)
-    same_gradients(twin, want)
-    same_models(twin, want)
-    return twin, want
-
-
 # What a gradient is
 
 
@@ -49,7 +34,13 @@ def test_gradients_equal_torchs_to_the_bit(prepared: Prepared, device: str, plac
     twin, want = both(prepared, lambda m: m(ids()).backward(), place, device)
     for _, p, q in pairs(twin, want):
         assert p.grad is not None and q.grad is not None
-        assert (p.grad.shape, p.grad.dtype, p.grad.device, p.grad.requires_grad, p.grad.is_leaf) == (q.grad.shape, q.grad.dtype, q.grad.device, False, True)
+        assert (p.grad.shape, p.grad.dtype, p.grad.device, p.grad.requires_grad, p.grad.is_leaf) == (
+            q.grad.shape,
+            q.grad.dtype,
+            q.grad.device,
+            False,
+            True,
+        )
 
 
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
@@ -258,7 +249,12 @@ def test_terms_computed_from_parameters_outside_the_forward(prepared: Prepared, 
 def test_penalties_of_many_kinds(prepared: Prepared) -> None:
     def act(m: nn.Module) -> None:
         loss = m(ids())
-        loss = loss + m.embed.weight.abs().mean() + m.blocks[0].up.weight.view(-1)[::3].norm() + (m.blocks[0].down.weight - m.blocks[1].down.weight).pow(2).sum()
+        loss = (
+            loss
+            + m.embed.weight.abs().mean()
+            + m.blocks[0].up.weight.view(-1)[::3].norm()
+            + (m.blocks[0].down.weight - m.blocks[1].down.weight).pow(2).sum()
+        )
         loss = loss + torch.linalg.vector_norm(m.blocks[1].up.weight) + torch.cat([p.flatten() for p in m.blocks[0].parameters()]).sum() * 1e-3
         loss.backward()
 
@@ -462,7 +458,13 @@ def test_undeclared_sums_widen_to_the_same_bits(prepared: Prepared, device: str,
 @pytest.mark.parametrize("retained", [False, True])
 def test_an_undeclared_sum_that_does_not_fit_is_refused_before_computing(prepared: Prepared, retained: bool) -> None:
     model = net(width=32, depth=3, tied=False)
-    need = offload.plan(model, offload.Tiers(device="64MiB", host="64MiB"), device="cpu", precision=BF16, place=dict.fromkeys(("parameter", "gradient", "optimizer"), "host"))
+    need = offload.plan(
+        model,
+        offload.Tiers(device="64MiB", host="64MiB"),
+        device="cpu",
+        precision=BF16,
+        place=dict.fromkeys(("parameter", "gradient", "optimizer"), "host"),
+    )
     twin = prepared(model, "host", precision=BF16, tiers=offload.Tiers(device="64MiB", host=need.peak_bytes["host"] + 4096))
     loss = twin(ids())
     loss.backward(retain_graph=retained)
@@ -488,7 +490,13 @@ def test_zeroed_gradients_are_not_a_fresh_start_but_add_to_zero(prepared: Prepar
 
 
 @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.sampled_from(["backward", "none", "zero", "half", "clip", "torch clip", "replace", "some none", "read", "penalty", "value"]), min_size=1, max_size=7))
+@given(
+    st.lists(
+        st.sampled_from(["backward", "none", "zero", "half", "clip", "torch clip", "replace", "some none", "read", "penalty", "value"]),
+        min_size=1,
+        max_size=7,
+    )
+)
 def test_any_sequence_of_gradient_operations(tmp_path_factory: pytest.TempPathFactory, actions: list[str]) -> None:
     with Prepared(tmp_path_factory.mktemp("swap")) as prepared:
         twin, want = prepared(net(depth=1), "nvme"), net(depth=1)
@@ -527,199 +535,4 @@ def _act(m: nn.Module, action: str, seed: int) -> None:
     elif action == "torch clip":
         torch.nn.utils.clip_grad_norm_(m.parameters(), 0.3)
     else:
-        _clip(m, 0.3)
-
-
-# Clipping
-
-
-def _clip(m: nn.Module, most: float) -> torch.Tensor:
-    try:
-        offload.runtime(m)
-    except offload.ConfigError:
-        return torch.nn.utils.clip_grad_norm_(m.parameters(), most)
-    return offload.clip_grad_norm_(m, most)
-
-
-@everywhere
-@pytest.mark.parametrize("most", [0.1, 1e3])
-def test_torchs_clip_works_unchanged(prepared: Prepared, device: str, place: str, most: float) -> None:
-    def act(m: nn.Module) -> torch.Tensor:
-        m(ids()).backward()
-        return torch.nn.utils.clip_grad_norm_(m.parameters(), most)
-
-    both(prepared, act, place, device)
-
-
-@pytest.mark.parametrize("kind", ["inf norm", "one norm", "foreach", "value", "value foreach", "get total norm", "generator", "error"])
-def test_other_forms_of_torchs_clipping(prepared: Prepared, kind: str) -> None:
-    forms: dict[str, Touch] = {
-        "inf norm": lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 1e-3, norm_type=math.inf),
-        "one norm": lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 1e-3, norm_type=1.0),
-        "foreach": lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1, foreach=True),
-        "value": lambda m: torch.nn.utils.clip_grad_value_(m.parameters(), 1e-3),
-        "value foreach": lambda m: torch.nn.utils.clip_grad_value_(m.parameters(), 1e-3, foreach=True),
-        "get total norm": lambda m: torch.nn.utils.get_total_norm([p.grad for p in m.parameters()]),
-        "generator": lambda m: torch.nn.utils.clip_grad_norm_((p for p in m.parameters()), 0.1),
-        "error": lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1, error_if_nonfinite=True),
-    }
-
-    def act(m: nn.Module) -> Any:
-        m(ids()).backward()
-        return forms[kind](m)
-
-    both(prepared, act)
-
-
-@everywhere
-@pytest.mark.parametrize("most", [0.1, 1e3])
-def test_our_clip_reads_clipped_and_steps_clipped(prepared: Prepared, device: str, place: str, most: float) -> None:
-    twin, want = prepared(net(), place, device), net()
-    norms, optimizers = [], []
-    for m, module in ((twin, offload.optim), (want, torch.optim)):
-        m(ids()).backward()
-        norms.append(_clip(m, most))
-        optimizers.append(module.AdamW(m.parameters(), lr=1e-2, eps=1e-3))
-    assert norms[0].shape == () and norms[0].dtype == torch.float32 and not norms[0].requires_grad
-    near(norms[0], norms[1], 2)
-    for name, p, q in pairs(twin, want):
-        near(p.grad, q.grad, 3, 0.0, name)
-    for opt in optimizers:
-        opt.step()
-    for name, p, q in pairs(twin, want):
-        near(p, q, 8, 1e-2, name)
-        near(p.grad, q.grad, 3, 0.0, name)
-
-
-def test_clip_twice_then_write_then_accumulate(prepared: Prepared) -> None:
-    twin, want = prepared(net(), "nvme"), net()
-    optimizers = []
-    for m, module in ((twin, offload.optim), (want, torch.optim)):
-        optimizers.append(module.AdamW(m.parameters(), lr=1e-2))
-        m(ids(1)).backward()
-        _clip(m, 0.5)
-        _clip(m, 0.2)
-        m.embed.weight.grad[3].mul_(2)
-        m(ids(2)).backward()
-        _clip(m, 0.3)
-        torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
-        _clip(m, 0.05)
-    for name, p, q in pairs(twin, want):
-        near(p.grad, q.grad, 30, 1e-3, name)
-    for opt in optimizers:
-        opt.step()
-    for name, p, q in pairs(twin, want):
-        near(p, q, 100, 1e-2, name)
-
-
-def test_our_clip_is_undone_by_a_fresh_start(prepared: Prepared) -> None:
-    twin, want = prepared(net()), net()
-    for m in (twin, want):
-        m(ids(1)).backward()
-        _clip(m, 1e-3)
-        m.zero_grad()
-        m(ids(2)).backward()
-    same_gradients(twin, want)
-
-
-def test_our_clip_counts_replaced_and_written_gradients_and_no_absent_ones(prepared: Prepared) -> None:
-    twin, want = prepared(net()), net()
-    norms = []
-    for m in (twin, want):
-        m(ids()).backward()
-        m.embed.weight.grad = noise(m.embed.weight.shape, 1)
-        m.blocks[0].up.weight.grad.mul_(100)
-        m.blocks[1].down.weight.grad = None
-        norms.append(_clip(m, 1.0))
-    near(norms[0], norms[1], 4)
-    for name, p, q in pairs(twin, want):
-        if q.grad is not None:
-            near(p.grad, q.grad, 4, 0.0, name)
-    assert twin.blocks[1].down.weight.grad is None
-
-
-def test_norms_do_not_depend_on_where_gradients_rest(prepared: Prepared) -> None:
-    seen = set()
-    for device, place in SETTINGS:
-        twin = prepared(net(width=40), place, device, precision=BF16)
-        twin(ids()).backward()
-        seen.add((float(offload.clip_grad_norm_(twin, 0.1)), float(twin.embed.weight.grad.sum())))
-    assert len(seen) == 1
-
-
-def test_our_clip_without_gradients_and_of_other_models(prepared: Prepared) -> None:
-    twin = prepared(net())
-    assert float(offload.clip_grad_norm_(twin, 1.0)) == 0.0
-    with pytest.raises(offload.ConfigError, match="prepare"):
-        offload.clip_grad_norm_(net(), 1.0)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_our_clip_of_a_norm_that_is_not_finite_changes_nothing(prepared: Prepared, bad: float) -> None:
-    twin = prepared(net())
-    twin(ids()).backward()
-    with torch.no_grad():
-        twin.embed.weight.grad[0, 0] = bad
-    before = {n: plain(p.grad) for n, p in twin.named_parameters()}
-    norm = float(offload.clip_grad_norm_(twin, 1.0))
-    assert norm == bad or (math.isnan(bad) and math.isnan(norm))
-    for n, p in twin.named_parameters():
-        same(p.grad, before[n], n)
-
-
-def test_our_clip_of_large_finite_gradients(prepared: Prepared) -> None:
-    """Squares beyond fp32, as torch cannot: still a finite norm, still clipped."""
-    twin = prepared(bag(shapes={"p": (5,)}))
-    twin.p.grad = torch.full((5,), 1e25)
-    assert math.isclose(float(offload.clip_grad_norm_(twin, 1.0)), 1e25 * math.sqrt(5), rel_tol=1e-6)
-    assert math.isclose(float(twin.p.grad.norm()), 1.0, rel_tol=1e-4)
-
-
-# Around a failure
-
-
-def test_an_exception_in_forward_or_backward_leaves_a_usable_model(prepared: Prepared) -> None:
-    twin, want = prepared(net(), "nvme", "sim"), net()
-
-    def fail(*_: Any) -> None:
-        raise ZeroDivisionError
-
-    for m in (twin, want):
-        handle = m.blocks[1].up.register_forward_pre_hook(fail)
-        with pytest.raises(ZeroDivisionError):
-            m(ids(1))
-        handle.remove()
-        late = m.blocks[0].up.weight.register_hook(fail)
-        with pytest.raises(ZeroDivisionError):
-            m(ids(1)).backward()
-        late.remove()
-        m.zero_grad()
-        m(ids(2)).backward()
-    same_gradients(twin, want)
-
-
-def test_deepcopied_gradients_and_no_grad_forwards_between(prepared: Prepared) -> None:
-    def act(m: nn.Module) -> list[torch.Tensor]:
-        m(ids(1)).backward()
-        kept = copy.deepcopy(m.embed.weight.grad)
-        with torch.no_grad():
-            m(ids(3))
-        with torch.inference_mode():
-            m(ids(4))
-        m(ids(2)).backward()
-        return [kept]
-
-    both(prepared, act, "nvme")
-
-
-def test_nothing_warns_in_an_ordinary_step(prepared: Prepared) -> None:
-    twin = prepared(net(), "nvme")
-    opt = offload.optim.AdamW(twin.parameters())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for seed in range(2):
-            twin(ids(seed)).backward()
-            torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
-            opt.step()
-            opt.zero_grad()
-    assert FP32.compute == "fp32"
+        clip(m, 0.3)

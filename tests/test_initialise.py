@@ -39,7 +39,14 @@ def untied() -> nn.Module:
 def llama(**over: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    config = dict(vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, tie_word_embeddings=False)
+    config = {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "tie_word_embeddings": False,
+    }
     return AutoModelForCausalLM.from_config(LlamaConfig(**(config | over)))  # type: ignore[no-any-return]
 
 
@@ -52,7 +59,9 @@ def gpt2() -> nn.Module:
 def bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
-    return BertForMaskedLM(BertConfig(vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=32))  # type: ignore[no-any-return]
+    return BertForMaskedLM(
+        BertConfig(vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=32)
+    )  # type: ignore[no-any-return]
 
 
 class Convolutions(nn.Module):
@@ -62,7 +71,6 @@ class Convolutions(nn.Module):
         self.norm = nn.BatchNorm2d(16)
         self.group = nn.GroupNorm(4, 16)
         self.table = nn.Embedding(400, 16, padding_idx=2)
-        self.lstm = nn.LSTM(16, 16, num_layers=2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.group(self.norm(self.conv(x))).mean((2, 3)) @ self.table.weight.t()
@@ -74,6 +82,7 @@ def transformer() -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "net": untied, "llama": llama, "gpt2": gpt2, "bert": bert, "convolutions": Convolutions, "transformer": transformer,
+    "lstm": lambda: nn.LSTM(16, 16, num_layers=2),
     "bilinear": lambda: nn.Sequential(nn.Bilinear(24, 16, 40), nn.Linear(40, 80)),
 }  # fmt: skip
 
@@ -83,7 +92,8 @@ def test_values_depend_on_seed_and_name_alone(prepared: Prepared, name: str) -> 
     make = MODELS[name]
     first = values(prepared(on_meta(make), "host", keep=True, seed=3))
     settings: list[dict[str, Any]] = [
-        {"place": "nvme"}, {"place": "nvme", "device": "sim"}, {"place": None}, {"units": lambda m: isinstance(m, nn.Linear)}, {"units": [type(make())]},
+        {"place": "nvme"}, {"place": "nvme", "device": "sim"}, {"place": None}, {"units": lambda m: isinstance(m, (nn.Linear, nn.Conv2d))},
+        {"units": [type(make())]},
         {"precision": BF16},
     ]  # fmt: skip
     for i, over in enumerate(settings):
@@ -180,7 +190,7 @@ class Orthogonal(nn.Module):
             elif self.how == "temporary":
                 self.weight.copy_(torch.empty(12, 12).normal_())
             elif self.how == "sparse":
-                nn.init.sparse_(self.weight, 0.5)
+                nn.init.sparse_(self.weight, 0.5, std=1.0)
             elif self.how == "trunc":
                 nn.init.trunc_normal_(self.weight)
             elif self.how == "data":
@@ -300,7 +310,14 @@ class Flag(nn.Module):
 
 @pytest.mark.parametrize(
     ("make", "what"),
-    [(Ruleless, "Ruleless"), (lambda: Forgetful(3, 3), "bias"), (Buffer, "table"), (lambda: Buffer(torch.int64), "table"), (lambda: Buffer(torch.bool), "table"), (Flag, "order")],
+    [
+        (Ruleless, "Ruleless"),
+        (lambda: Forgetful(3, 3), "bias"),
+        (Buffer, "table"),
+        (lambda: Buffer(torch.int64), "table"),
+        (lambda: Buffer(torch.bool), "table"),
+        (Flag, "order"),
+    ],
     ids=["no rule", "rule forgets", "float buffer", "int buffer", "bool buffer", "int parameter"],
 )
 def test_what_no_rule_fills_is_refused_and_never_computed_with(prepared: Prepared, make: Callable[[], nn.Module], what: str) -> None:

@@ -270,6 +270,7 @@ class Streamer:
             self._end_backward_unit()
 
     def _visited(self, visit: tuple[str, int]) -> None:
+        self.slots.device.relieve()
         self.order.note(visit)
         for phase, number in self.order.ahead(AHEAD):
             if visit[0] == "backward" and phase == "forward":

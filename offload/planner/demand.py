@@ -93,7 +93,7 @@ def gradient_bytes(units: Sequence[UnitSpec], compute: str, grad: str) -> int:
 
 
 def working(units: Sequence[UnitSpec], batch: Batch | None, compute: str, grad: str, mode: str, device_budget: int) -> Working:
-    slack = min(16 << 20, device_budget // 16)
+    slack = min(32 << 20, device_budget // 8)
     return Working(activation_bytes(units, batch, compute, mode), logits_bytes(units, batch), gradient_bytes(units, compute, grad), slack)
 
 

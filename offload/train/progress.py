@@ -1,4 +1,4 @@
-"""What a run says while it goes, on standard error: a live line on a terminal, plain lines elsewhere."""
+"""What a run says while it goes, on standard error: live lines on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.text import Text
 
 from offload.config import format_size
 
@@ -25,17 +27,12 @@ def describe(record: Mapping[str, Any]) -> str:
 
 
 class Reporter:
-    """Notes and steps of a run."""
+    """Notes and steps of a run of `steps` steps."""
 
     def __init__(self, steps: int) -> None:
         self._console = Console(file=sys.stderr, highlight=False)
         self._steps = steps
-        self._live: Progress | None = None
-        self._task: Any = None
-        if self._console.is_terminal:
-            columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(16), TextColumn("{task.description}"))
-            self._live = Progress(*columns, console=self._console, auto_refresh=False)
-            self._task = self._live.add_task("", total=steps)
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
 
     def note(self, text: str) -> None:
         """A line that stays."""
@@ -43,14 +40,15 @@ class Reporter:
 
     def step(self, record: Mapping[str, Any], budget: Mapping[str, int]) -> None:
         """Shows a finished step."""
-        line = f"{describe(record)}  {occupancy(record['tier_bytes'], budget)}"
+        step = f"step {record['step']}/{self._steps}  {describe(record)}"
+        tiers = occupancy(record["tier_bytes"], budget)
         if self._live is None:
-            self.note(f"step {record['step']}/{self._steps}  {line}")
+            self.note(f"{step}  {tiers}")
             return
         self._live.start()
-        self._live.update(self._task, completed=record["step"], description=line, refresh=True)
+        self._live.update(Group(ProgressBar(self._steps, record["step"], width=60), Text(step), Text(tiers)), refresh=True)
 
     def close(self) -> None:
-        """Ends the live line."""
+        """Ends the live lines; the last ones stay."""
         if self._live is not None:
             self._live.stop()

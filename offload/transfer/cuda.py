@@ -98,6 +98,9 @@ class CudaDevice(Device):
         self.moved["d2h"] += nbytes
         return self._out.submit(run, nbytes)
 
+    def relieve(self) -> None:
+        return None  # device memory is not resident memory
+
     def settle(self) -> None:
         self._in.drain()
         self._out.drain()

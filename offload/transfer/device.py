@@ -5,6 +5,10 @@
 `sim` computes on the CPU too, but behind an arena of its own: everything goes in and out through asynchronous queues, which may
 run as late as a CUDA stream may. `cuda` is the same with streams and events. A `Copy` fills device memory from host memory or
 from NVMe; a landing is a function that takes a gradient in memory the host can read and stores it.
+
+[Note: freed memory]
+The C library keeps freed blocks in its heap, where they count as resident: activations that are gone would still fill a device budget
+that is RAM. Above a mark below the budget they are returned to the kernel between units.
 """
 
 from __future__ import annotations
@@ -15,7 +19,9 @@ from dataclasses import dataclass
 
 import torch
 
+from offload import _core
 from offload.memory.arena import Arena
+from offload.memory.limits import resident_bytes
 from offload.memory.shard import Shard
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import Done, Pace, SwapQueue, Transfer
@@ -51,6 +57,7 @@ class Device(ABC):
 
     def __init__(self) -> None:
         self.moved = {"h2d": 0, "d2h": 0}
+        self.resident_bytes_high = 1 << 62
 
     @abstractmethod
     def memory(self, nbytes: int) -> Arena:
@@ -67,6 +74,11 @@ class Device(ABC):
     def register(self, host: Arena) -> None:
         """Makes the host arena fit for fast copies, where that means anything."""
         return None
+
+    def relieve(self) -> None:
+        """Called between units: gives memory that compute has freed back, where it is scarce. See [Note: freed memory]."""
+        if resident_bytes() > self.resident_bytes_high:
+            _core.trim()
 
     def settle(self) -> None:
         """Waits for everything under way."""
