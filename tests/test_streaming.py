@@ -7,13 +7,13 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-import models as M
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import models as M
 import offload
 
 
@@ -37,7 +37,9 @@ def test_tied_llama(tmp_path: Path, reentrant: bool | None, activations: str, de
 def _llama(reentrant: bool | None = None) -> tuple[M.Make, M.Loss]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(vocab_size=211, hidden_size=32, intermediate_size=80, num_hidden_layers=4, num_attention_heads=4, use_cache=False, tie_word_embeddings=True)
+    config = LlamaConfig(
+        vocab_size=211, hidden_size=32, intermediate_size=80, num_hidden_layers=4, num_attention_heads=4, use_cache=False, tie_word_embeddings=True
+    )
 
     def make() -> nn.Module:
         model = LlamaForCausalLM(config).train()
@@ -97,7 +99,9 @@ def test_models_in_bf16(tmp_path: Path, case: str, tier: str) -> None:
 def test_outputs_and_keywords(tmp_path: Path, kind: str, activations: str) -> None:
     x, shift = torch.linspace(-1, 1, 64).view(4, 16), torch.linspace(0, 2, 16)
     loss = lambda m: M.mean_square(m, x, shift=shift, flags={"a": [shift]})  # noqa: E731
-    assert not M.wrong_gradients(lambda: M.Structured(kind), loss, M.tiers(tmp_path), activations=activations, place={"parameter": "nvme"}, device="sim")
+    assert not M.wrong_gradients(
+        lambda: M.Structured(kind), loss, M.tiers(tmp_path), activations=activations, place={"parameter": "nvme"}, device="sim"
+    )
 
 
 def test_model_outputs(tmp_path: Path) -> None:
@@ -160,7 +164,13 @@ def test_output_that_is_a_parameter(tmp_path: Path, device: str, activations: st
             return super().forward(x) + positions
 
     assert not M.wrong_gradients(
-        Root, lambda m: M.mean_square(m, torch.ones(4, 16)), M.tiers(tmp_path), place={"parameter": "nvme"}, slots=2, device=device, activations=activations
+        Root,
+        lambda m: M.mean_square(m, torch.ones(4, 16)),
+        M.tiers(tmp_path),
+        place={"parameter": "nvme"},
+        slots=2,
+        device=device,
+        activations=activations,
     )
 
 
@@ -264,7 +274,9 @@ def _same_as_twin(make: M.Make, x: torch.Tensor, precision: offload.Precision, p
         loss = out.float().square().mean()
         loss.backward()
         assert torch.equal(loss.detach(), value)
-        assert not M.differing({n: g.to(dtype) for n, g in M.gradients(model).items() if g is not None}, {n: g for n, g in want.items() if g is not None})
+        assert not M.differing(
+            {n: g.to(dtype) for n, g in M.gradients(model).items() if g is not None}, {n: g for n, g in want.items() if g is not None}
+        )
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
@@ -309,7 +321,9 @@ def test_evaluation(tmp_path: Path, tier: str, device: str) -> None:
     """Outputs under eval, no_grad and inference_mode are plain torch's, between training steps too."""
     x = torch.linspace(-1, 1, 16 * 32).view(16, 32)
     plain = M.seeded(lambda: M.Stack(dropout=0.2, depth=3))
-    with M.prepared(M.seeded(lambda: M.Stack(dropout=0.2, depth=3)), M.tiers(tmp_path), precision=M.FP32, place={"parameter": tier}, device=device, slots=2) as model:
+    with M.prepared(
+        M.seeded(lambda: M.Stack(dropout=0.2, depth=3)), M.tiers(tmp_path), precision=M.FP32, place={"parameter": tier}, device=device, slots=2
+    ) as model:
         for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
             for m in (plain, model):
                 m.eval()
@@ -330,7 +344,9 @@ def test_generate(tmp_path: Path) -> None:
     want = M.seeded(make).eval().generate(ids, **arguments)
     with M.prepared(M.seeded(make).eval(), M.tiers(tmp_path), precision=M.FP32, place={"parameter": "nvme"}, device="sim", slots=2) as model:
         assert torch.equal(model.generate(ids, **arguments), want)
-        assert torch.equal(model.generate(ids, **(arguments | {"num_beams": 2})), M.seeded(make).eval().generate(ids, **(arguments | {"num_beams": 2})))
+        assert torch.equal(
+            model.generate(ids, **(arguments | {"num_beams": 2})), M.seeded(make).eval().generate(ids, **(arguments | {"num_beams": 2}))
+        )
 
 
 class _Boom(Exception):
@@ -352,7 +368,9 @@ def test_forward_that_raises(tmp_path: Path, device: str, segment: int, activati
     """What was bound is at rest again, values read right at once, and training goes on as if it had not been."""
     make = lambda: M.Stack(segment, depth=4)  # noqa: E731
     _, want = M.plain_gradients(make, M.mean_square)
-    with M.prepared(M.seeded(make), M.tiers(tmp_path), precision=M.FP32, place={"parameter": "nvme"}, device=device, activations=activations, slots=2) as model:
+    with M.prepared(
+        M.seeded(make), M.tiers(tmp_path), precision=M.FP32, place={"parameter": "nvme"}, device=device, activations=activations, slots=2
+    ) as model:
         before = M.values(M.seeded(make))
         M.mean_square(model).backward()
         handle = _breaking(model, model.blocks[2].down, error)
@@ -391,7 +409,9 @@ def test_interrupt_leaves_no_hooks_behind(tmp_path: Path) -> None:
 def test_backward_that_raises(tmp_path: Path, segment: tuple[int, bool], device: str, activations: str) -> None:
     make = lambda: M.Stack(*segment, depth=4)  # noqa: E731
     _, want = M.plain_gradients(make, M.mean_square)
-    with M.prepared(M.seeded(make), M.tiers(tmp_path), precision=M.FP32, place=M.placed("nvme"), device=device, activations=activations, slots=2) as model:
+    with M.prepared(
+        M.seeded(make), M.tiers(tmp_path), precision=M.FP32, place=M.placed("nvme"), device=device, activations=activations, slots=2
+    ) as model:
         before = M.values(M.seeded(make))
 
         def raises(grad: torch.Tensor) -> None:

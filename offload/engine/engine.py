@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -51,10 +52,12 @@ class Engine:
         ]
         self.units, self.records = make_records(found, plan)
         try:
+            check_takeable(self.records, self.units)
             self._open_tiers(tiers, plan)
             self._build(plan)
             self._take_over()
         except BaseException:
+            self._give_back()
             self._close_tiers()
             raise
 
@@ -81,20 +84,11 @@ class Engine:
     def _take_over(self) -> None:
         """Values go to their shards, and parameters become tensors at rest, unit by unit."""
         for unit in self.units:
-            meta = [r for r in unit.records if r.parameter.is_meta]
-            if meta and len(meta) < len(unit.records):
-                raise ConfigError(f"unit {unit.name} is partly on the meta device: {meta[0].name} is, others are not")
-            unit.initialised = not meta
+            unit.initialised = not any(r.parameter.is_meta for r in unit.records)
             for record in unit.records:
-                p = record.parameter
-                if p.grad is not None:
-                    raise ConfigError(
-                        f"parameter {record.name} has a gradient already; call prepare() before the first backward, or set .grad = None"
-                    )
-                if not p.is_meta:
-                    self.state.write_value(record, p, ready=False)
-                at_rest = nn.Parameter(AtRest(self.values[record.number]), requires_grad=p.requires_grad)
-                torch.utils.swap_tensors(p, at_rest)
+                if not record.parameter.is_meta:
+                    self.state.write_value(record, record.parameter, ready=False)
+                _exchange(record, AtRest(self.values[record.number]))
         fill_buffers(self.model, self.seed)
         if self.device.compute.type != "cpu":
             for module in self.model.modules():
@@ -107,6 +101,14 @@ class Engine:
         self.streamer.on_root = self._close_plan
         self.streamer.before_backward = self._before_backward
         self.gradients.before_sums = self.widen_gradients
+
+    def _give_back(self) -> None:
+        """After a failed prepare(): parameters are plain tensors again."""
+        for record in self.records:
+            if isinstance(record.parameter, AtRest):
+                unit = self.units[record.unit]
+                value = self.state.read_value(record) if unit.initialised else torch.empty(record.shape, dtype=record.dtype, device="meta")
+                _exchange(record, value)
 
     def _close_plan(self, inputs: list[torch.Tensor]) -> None:
         """At the first forward of a plan made without a batch: activations are planned for now, or refused before anything is computed."""
@@ -189,7 +191,7 @@ class Engine:
 
     def norm(self, records: Iterable[Record] | None = None) -> float:
         """The 2-norm of all gradients as they read."""
-        present = [r for r in (self.records if records is None else records) if r.trained and self.gradients.adopt(r)]
+        present = self.gradients.adopt(self.records if records is None else records)
         self.gradients.settle()
         return math.sqrt(math.fsum(self.gradients.norm_squared(r) for r in present))
 
@@ -210,6 +212,7 @@ class Engine:
                 table[number][key] = value
             table[number]["grad_scale"] *= self.gradients.scale_of(self.records[number])
             table[number]["active"] = 1
+            self.records[number].version += 1
         stats = self.updates.run(table)
         for key, value in stats.items():
             self.update_seconds[key] = self.update_seconds.get(key, 0.0) + value
@@ -266,3 +269,33 @@ class Engine:
         for held in self._held:
             held.release()
         _core.trim()
+
+
+def check_takeable(records: Iterable[Record], units: Sequence[Unit]) -> None:
+    """ConfigError for parameters that cannot become tensors at rest, before any has."""
+    for record in records:
+        p = record.parameter
+        if p.grad is not None:
+            raise ConfigError(f"parameter {record.name} has a gradient already; call prepare() before the first backward, or set .grad = None")
+        if weakref.getweakrefs(p):
+            raise ConfigError(f"parameter {record.name} is weakly referenced by something, so it cannot be prepared; drop the weak reference first")
+    for unit in units:
+        meta = [r for r in unit.records if r.parameter.is_meta]
+        if meta and len(meta) < len(unit.records):
+            raise ConfigError(f"unit {unit.name} is partly on the meta device: {meta[0].name} is, others are not")
+
+
+def _exchange(record: Record, value: torch.Tensor) -> None:
+    """Puts `value` behind the parameter's object; hooks that were registered on it stay."""
+    p = record.parameter
+    hooks, after = p._backward_hooks, p._post_accumulate_grad_hooks
+    try:
+        torch.utils.swap_tensors(p, nn.Parameter(value, requires_grad=p.requires_grad))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"parameter {record.name} cannot be prepared, as something else holds it (the graph of an earlier forward, or a weak reference): {error}"
+        ) from None
+    if hooks:
+        p._backward_hooks = hooks
+    if after:
+        p._post_accumulate_grad_hooks = after

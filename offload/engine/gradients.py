@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from offload import _core
 from offload.engine.atrest import AtRest
@@ -27,6 +28,14 @@ from offload.transfer.frames import FramePool
 from offload.transfer.queue import Transfer
 
 
+def _accumulates(parameter: torch.Tensor) -> bool:
+    """Whether the backward that runs accumulates into the parameter (and not `autograd.grad`, which only returns)."""
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+    except RuntimeError:  # it is autograd.grad: torch answers that by raising
+        return False
+
+
 @dataclass
 class _Entry:
     """What is known of one parameter's gradient at rest."""
@@ -36,6 +45,7 @@ class _Entry:
     landing: list[Transfer] = field(default_factory=list)
     early_task: int = -1
     epoch: int = -1
+    task: int = -1
 
 
 class Gradients:
@@ -46,7 +56,8 @@ class Gradients:
         self._entries = {r.number: _Entry() for r in records}
         self._lock = threading.RLock()
         self._cache = ChunkCache(frames, frames.count - 2) if frames is not None else None
-        self.epoch = 0  # forwards seen: what landed before the last one belongs to an earlier micro-batch
+        self._epoch = 0  # forwards seen: what landed before the last one belongs to an earlier micro-batch
+        self._nested_tasks: set[int] = set()
         self.before_sums: Callable[[], None] = lambda: None
         self._awaited: dict[int, set[int]] = {}
         self._first_chunk = [0]
@@ -60,9 +71,12 @@ class Gradients:
 
     def contribution(self, record: Record, value: torch.Tensor) -> Contribution:
         """One use's gradient. A first use of several lands early where that keeps its bits and nothing looks at it on the way."""
+        if value.layout != torch.strided:
+            raise OffloadError(f"parameter {record.name} has a sparse gradient, which is not supported; build its module with sparse=False")
         out = Contribution(record, self, value)
         p, entry, task = record.parameter, self._entries[record.number], torch._C._current_graph_task_id()
-        if len(record.uses) > 1 and p.grad is None and not p._backward_hooks and value.dtype == self.dtype and entry.early_task != task:
+        first = len(record.uses) > 1 and p.grad is None and entry.early_task != task
+        if first and value.dtype == self.dtype and not p._backward_hooks and _accumulates(p):
             entry.early_task = task
             out.landed, out.value = self.land(record, value), None
         return out
@@ -82,21 +96,39 @@ class Gradients:
         value = grad.plain() if isinstance(grad, AtRest) else grad.detach()
         record.parameter.grad = AtRest(self.land(record, value))
 
-    def adopt(self, record: Record) -> bool:
-        """Before an update: whether there is a gradient; one that the user put in `.grad` comes to rest here."""
-        if record.parameter.grad is None:
-            return False
+    def adopt(self, records: Iterable[Record]) -> list[Record]:
+        """Before an update: the trained parameters that have a gradient; those that the user put in `.grad` come to rest here."""
+        present = [r for r in records if r.trained and r.parameter.grad is not None]
+        foreign = [r for r in present if not self._is_own(r)]
+        values = {r.number: r.parameter.grad.plain() for r in foreign if isinstance(r.parameter.grad, AtRest)}
+        for record in foreign:  # each is read before any lands where another may still be read
+            if record.number in values:
+                record.parameter.grad = values[record.number]
+            self.arrived(record)
+        return present
+
+    def _is_own(self, record: Record) -> bool:
         grad = record.parameter.grad
-        if isinstance(grad, AtRest) and not grad.chain and isinstance(grad.source, GradientSource) and grad.source.record is record:
-            if not grad.source.current:
-                raise OffloadError(f"the gradient in {record.name}.grad was replaced by that of a later backward")
-            return True
-        self.arrived(record)
+        if not isinstance(grad, AtRest) or grad.chain or not isinstance(grad.source, GradientSource) or grad.source.record is not record:
+            return False
+        if not grad.source.current:
+            raise OffloadError(f"the gradient in {record.name}.grad was replaced by that of a later backward")
         return True
 
     def earlier(self, record: Record) -> bool:
-        """Whether the parameter has a gradient of an earlier micro-batch, to which the next backward adds."""
-        return record.parameter.grad is not None and self._entries[record.number].epoch < self.epoch
+        """In a backward: whether the parameter has a gradient of an earlier one, to which this one adds."""
+        entry, now = self._entries[record.number], torch._C._current_graph_task_id()
+        if record.parameter.grad is None:
+            return False
+        return entry.epoch < self._epoch or (entry.task != now and entry.task not in self._nested_tasks)
+
+    def nested_backward(self) -> None:
+        """The backward that runs now is part of another one."""
+        self._nested_tasks.add(torch._C._current_graph_task_id())
+
+    def new_forward(self) -> None:
+        self._epoch += 1
+        self._nested_tasks.clear()
 
     def generation(self, record: Record) -> int:
         return self._entries[record.number].generation
@@ -111,7 +143,7 @@ class Gradients:
         self._settle(entry)
         entry.generation += 1
         entry.scale = 1.0
-        entry.epoch = self.epoch
+        entry.epoch, entry.task = self._epoch, torch._C._current_graph_task_id()
         source = value.contiguous()
         entry.landing.append(self.device.send(source, lambda host: self._store(record, host, accumulate=False)))
         return GradientSource(record, self, entry.generation)

@@ -39,6 +39,7 @@ class Record:
     parameter: nn.Parameter
     uses: list[tuple[nn.Module, str]]
     step: int = 0
+    version: int = 0  # counts changes of the value, so that a backward over a changed one is refused
     sums: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
 
     @property

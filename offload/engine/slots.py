@@ -8,13 +8,14 @@ cache in least-recently-used order.
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from offload.engine.record import DTYPES, Unit
+from offload.engine.record import DTYPES, Record, Unit
 from offload.errors import BudgetError
 from offload.transfer.device import Copy, Device
 from offload.transfer.frames import FramePool
@@ -63,13 +64,15 @@ class Slots:
     ) -> None:
         self.units, self.device, self.compute, self.frames = units, device, compute, frames
         self.slots = [Slot(i, take(size)) for i, size in enumerate(sizes)]
-        self.by_storage = {s.memory.untyped_storage().data_ptr(): s for s in self.slots}
+        self._by_storage = {s.memory.untyped_storage().data_ptr(): s for s in self.slots}
         self.uses = [Use() for _ in units]
         self.where: dict[int, Slot] = {}
         self.counters = Counters()
         self.on_steal: Callable[[int], None] = lambda unit: None
         self._clock = 0
         self._fixed = {u.number: self._in_place(u) for u in units if self._rests_in_reach(u)}
+        self._fixed_at = {flat.untyped_storage().data_ptr(): (u, f) for u, flats in self._fixed.items() for f, flat in enumerate(flats)}
+        self._starts = [_starts(u, self) for u in units]
 
     def _rests_in_reach(self, unit: Unit) -> bool:
         for flat, shard in zip(unit.layout.flats, unit.parameters, strict=True):
@@ -123,6 +126,38 @@ class Slots:
             self.counters.stall_seconds["fetch"] += time.perf_counter() - start
         return self.slot_views(self.units[number], slot.memory)
 
+    # Tensors that view a unit
+
+    def unit_at(self, storage: int) -> int | None:
+        """The unit that lies in the storage at this address."""
+        slot = self._by_storage.get(storage)
+        if slot is not None:
+            return slot.unit
+        fixed = self._fixed_at.get(storage)
+        return fixed[0] if fixed is not None else None
+
+    def record_at(self, unit: int, tensor: torch.Tensor) -> Record:
+        """The parameter that a tensor on the device views."""
+        starts = self._starts[unit]
+        fixed = self._fixed_at.get(tensor.untyped_storage().data_ptr())
+        at = tensor.storage_offset() * tensor.element_size() + (self._flat_starts(unit)[fixed[1]] if fixed is not None else 0)
+        return starts[bisect.bisect_right(starts, at, key=lambda s: s[0]) - 1][1]
+
+    def view(self, record: Record, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
+        """A tensor on the device again, wherever the unit now is. `offset` counts from the start of the storage it was saved from."""
+        self.resident(record.unit)
+        fixed = self._fixed.get(record.unit)
+        memory = fixed[record.flat] if fixed is not None else self.where[record.unit].memory.view(dtype)
+        return torch.as_strided(memory.view(dtype), size, stride, offset)
+
+    def _flat_starts(self, unit: int) -> list[int]:
+        """The byte in a slot at which each flat of a unit starts."""
+        starts, at = [], 0
+        for flat in self.units[unit].layout.flats:
+            starts.append(at)
+            at += -(-flat.numel * self.slot_dtype(DTYPES[flat.dtype]).itemsize // 4096) * 4096
+        return starts
+
     def prefetch(self, number: int) -> bool:
         """Starts fetching a unit if a slot can be had without taking one in use; whether it is on its way or there."""
         if number in self._fixed or number in self.where:
@@ -156,7 +191,7 @@ class Slots:
                 arriving.wait()
 
     def close(self) -> None:
-        self.slots, self.where, self._fixed, self.by_storage = [], {}, {}, {}
+        self.slots, self.where, self._fixed, self._by_storage, self._fixed_at = [], {}, {}, {}, {}
 
     def _choose(self, unit: Unit, firm: bool) -> Slot | None:
         size = self.slot_bytes(unit)
@@ -208,3 +243,10 @@ class Slots:
         ]
         slot.arriving = self.device.fetch(copies, self.frames)
         return slot
+
+
+def _starts(unit: Unit, slots: Slots) -> list[tuple[int, Record]]:
+    """(first byte in a slot, parameter) of each of a unit's parameters, in order."""
+    flats = slots._flat_starts(unit.number)
+    sizes = [slots.slot_dtype(DTYPES[f.dtype]).itemsize for f in unit.layout.flats]
+    return sorted(((flats[r.flat] + r.offset * sizes[r.flat], r) for r in unit.records), key=lambda s: s[0])

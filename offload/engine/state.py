@@ -54,6 +54,7 @@ class State:
         """Stores a value of the parameter's dtype: in the master, and in the copy that is computed with. `ready=False` while initialising."""
         if ready:
             self._before(record)
+        record.version += 1
         flat = value.detach().to(device="cpu", dtype=record.dtype).contiguous().view(-1)
         if record.trained and not self.own_master:
             self.write_state(record, "master", flat.float())

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from types import FrameType
 from typing import Any
 
@@ -28,7 +28,7 @@ from offload.engine.gradients import Gradients
 from offload.engine.order import AccessOrder
 from offload.engine.record import Record, Unit
 from offload.engine.slots import Slots
-from offload.errors import ConfigError
+from offload.errors import ConfigError, OffloadError
 
 AHEAD = 4  # how far the recorded order is searched for a unit to fetch
 
@@ -41,17 +41,45 @@ class _Call:
     before: list[torch.Tensor | None]
     owners: list[int]
     frame: FrameType | None = None
+    within_checkpoint: bool = False
     saved: saved_tensors_hooks | None = None
     checkpoint: Generator[None, None, None] | None = None
 
 
 @dataclass
 class _Backward:
-    """The unit whose backward is under way, with what its modules had before it was bound."""
+    """The unit whose backward is under way, with what its modules had before it was bound (None: it is not bound)."""
 
     unit: int | None = None
-    before: list[torch.Tensor | None] = field(default_factory=list)
+    before: list[torch.Tensor | None] | None = None
     task: int = -1
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A tensor saved for backward that views a parameter on the device: found again wherever the parameter then is."""
+
+    record: Record
+    version: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Ending:
+    """Autograd's final callback. A backward that raises never calls it but lets go of it, which serves as well."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end: Callable[[], None] | None = end
+
+    def __call__(self) -> None:
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+    def __del__(self) -> None:
+        self()
 
 
 class Streamer:
@@ -83,7 +111,8 @@ class Streamer:
 
     def _register(self, model: nn.Module, records: list[Record]) -> None:
         keep = self._handles.append
-        keep(model.register_forward_pre_hook(self._root_forward, prepend=True, with_kwargs=True))
+        # functions and not bound methods: a deepcopy of the model would copy what a bound method belongs to
+        keep(model.register_forward_pre_hook(lambda m, a, k: self._root_forward(m, a, k), prepend=True, with_kwargs=True))
         for unit in self.units:
             for module in unit.modules:
                 keep(module.register_forward_pre_hook(lambda m, a, k, u=unit.number: self._enter(m, u, a, k), with_kwargs=True))
@@ -117,7 +146,8 @@ class Streamer:
         if torch._C._current_graph_task_id() < 0:
             if self._backward.task != -1:
                 self._end_backward()  # a backward that raised
-            self.gradients.epoch += not self._calls and torch.is_grad_enabled()
+            if not self._calls and torch.is_grad_enabled():
+                self.gradients.new_forward()
         self._check(number)
         flats = self._lease(number)
         call = _Call(number, bind(self.entries[number], flats, self.gradients), self.owners[number], sys._getframe(2))
@@ -127,20 +157,22 @@ class Streamer:
             if self.recompute and self.units[number].repeated:
                 call.checkpoint = self._checkpoint(module, number, args, kwargs)
                 next(call.checkpoint)
+            call.within_checkpoint = call.checkpoint is None and _autograd._top_saved_tensors_default_hooks(False) is not None
             call.saved = self._saving()
             call.saved.__enter__()
 
     def _leave(self, module: nn.Module, number: int, output: Any) -> None:
         if module not in self.units[number].modules or not any(c.unit == number for c in self._calls):
             return  # its pre-hook did not get so far
-        while self._end(self._calls.pop()) != number:
-            pass
+        call = self._end(self._calls.pop())
+        while call.unit != number:
+            call = self._end(self._calls.pop())
         if output is not None and torch.is_grad_enabled():
             for tensor in _tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda grad, u=number: self._enter_backward(u))
+                    tensor.register_hook(lambda grad, u=number, rebind=call.within_checkpoint: self._enter_backward(u, rebind))
 
-    def _end(self, call: _Call) -> int:
+    def _end(self, call: _Call) -> _Call:
         if call.saved is not None:
             call.saved.__exit__(None, None, None)
         if call.checkpoint is not None:
@@ -148,7 +180,7 @@ class Streamer:
         unbind(self.entries[call.unit], call.before)
         for owner in call.owners:
             self.slots.uses[owner].firm -= 1
-        return call.unit
+        return call
 
     def _end_interrupted(self) -> None:
         """Undoes forwards that an interrupt ended, whose hooks torch does not call: their frames are gone from the stack."""
@@ -205,18 +237,22 @@ class Streamer:
         slots = self.slots
 
         def pack(tensor: torch.Tensor) -> Any:
-            slot = slots.by_storage.get(tensor.untyped_storage().data_ptr())
-            if slot is not None:
-                return True, (slot.unit, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
-            return False, outer[0](tensor) if outer else tensor
+            unit = slots.unit_at(tensor.untyped_storage().data_ptr())
+            if unit is None:
+                return None, outer[0](tensor) if outer else tensor
+            record = slots.record_at(unit, tensor)
+            return _Saved(record, record.version, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())), None
 
         def unpack(packed: Any) -> torch.Tensor:
-            in_slot, held = packed
-            if not in_slot:
-                return outer[1](held) if outer else held
-            unit, dtype, size, stride, offset = held
-            slots.resident(unit)
-            return torch.as_strided(slots.where[unit].memory.view(dtype), size, stride, offset)
+            saved, other = packed
+            if saved is None:
+                return outer[1](other) if outer else other
+            if saved.record.version != saved.version:
+                raise OffloadError(
+                    f"parameter {saved.record.name}, which this backward needs, was changed since its forward (by a step or a write); "
+                    "call backward before changing parameters"
+                )
+            return slots.view(saved.record, saved.dtype, saved.size, saved.stride, saved.offset)
 
         return saved_tensors_hooks(pack, unpack)
 
@@ -236,28 +272,32 @@ class Streamer:
 
     # Backward
 
-    def _enter_backward(self, number: int) -> None:
-        task = torch._C._current_graph_task_id()
+    def _enter_backward(self, number: int, rebind: bool) -> None:
         if self._backward.task == -1:
-            self._backward.task = task
-            self.before_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            self._backward.task = torch._C._current_graph_task_id()
+            if _within_backward_of_checkpoint():
+                self.gradients.nested_backward()
+            else:
+                self.before_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(_Ending(self._end_backward))
         if self._backward.unit != number:
             self._end_backward_unit()
             flats = {owner: self.slots.resident(owner) for owner in self.owners[number]}
             for owner in self.owners[number]:
                 self.slots.uses[owner].soft = True
-            with torch.enable_grad():
-                self._backward.before = bind(self.entries[number], flats, self.gradients)
             self._backward.unit = number
+            if rebind:
+                with torch.enable_grad():
+                    self._backward.before = bind(self.entries[number], flats, self.gradients)
         self._visited(("backward", number))
 
     def _end_backward_unit(self) -> None:
         number, self._backward.unit = self._backward.unit, None
         if number is None:
             return
-        unbind(self.entries[number], self._backward.before)
-        self._backward.before = []
+        before, self._backward.before = self._backward.before, None
+        if before is not None:
+            unbind(self.entries[number], before)
         for owner in self.owners[number]:
             self.slots.uses[owner].soft = False
 
@@ -303,6 +343,16 @@ def _inside(top: nn.Module, unit: Unit, units: list[Unit]) -> Iterator[nn.Module
         seen.add(id(module))
         yield module
         stack.extend(module.children())
+
+
+def _within_backward_of_checkpoint() -> bool:
+    """Whether this backward runs inside another one: a custom function's, as reentrant checkpoints are."""
+    at: FrameType | None = sys._getframe(1)
+    while at is not None:
+        if at.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
+            return True
+        at = at.f_back
+    return False
 
 
 def _on_stack(frame: FrameType) -> bool:

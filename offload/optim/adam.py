@@ -67,8 +67,9 @@ class AdamW(torch.optim.Optimizer):
                         "or give other parameters an optimizer of torch's"
                     )
                 engine, record = owner
-                engine.gradients.adopt(record)
                 chosen.setdefault(engine, []).append((record, group))
+        for engine, pairs in chosen.items():
+            engine.gradients.adopt(record for record, _ in pairs)
         return chosen
 
     def _update(self, engine: Engine, chosen: list[tuple[Record, dict[str, Any]]]) -> None:
