@@ -11,7 +11,7 @@ from offload import _core
 from offload.config import Precision, Tiers, refuse_later
 from offload.engine.build import discover
 from offload.engine.engine import Engine
-from offload.engine.registry import engine_of, is_prepared, register
+from offload.engine.registry import check_unprepared, engine_of
 from offload.engine.units import Units
 from offload.errors import ConfigError, PlanError
 from offload.memory.limits import host_limits, resident_bytes
@@ -89,8 +89,7 @@ def prepare(
     refuse_later(precision=precision, activations=activations, updates=updates, stage=stage)
     if mesh is not None:
         raise ConfigError("mesh: several ranks are not available in this version; leave it out")
-    if is_prepared(model):
-        raise ConfigError(f"this {type(model).__name__} is prepared already; close it first: offload.runtime(model).close()")
+    check_unprepared(model)
     found = discover(model, units)
     if not any(f.members for f in found):
         raise ConfigError(f"{type(model).__name__} has no parameters to prepare")
@@ -109,11 +108,10 @@ def prepare(
         _core.tune_malloc()
         held = made.resting["device"] + sum(made.slots)
         target.resident_bytes_high = base_bytes() + made.peak_bytes["host"] + held + int(RELIEVE_ABOVE * (tiers.device - held))
-        engine = Engine(model, found, made, tiers, target, seed)
+        Engine(model, found, made, tiers, target, seed)
     except BaseException:
         target.close()
         raise
-    register(model, engine)
     return model
 
 
@@ -135,5 +133,5 @@ def runtime(model: nn.Module) -> Runtime:
     """The runtime of a prepared model; `ConfigError` for any other."""
     engine = engine_of(model)
     if not isinstance(engine.runtime, Runtime):
-        engine.runtime = Runtime(model, engine)
+        engine.runtime = Runtime(engine)
     return engine.runtime

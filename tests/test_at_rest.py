@@ -87,6 +87,9 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "sum": lambda p: p.sum(),
     "item": lambda p: torch.tensor(p.reshape(-1)[0].item()),
     "tolist": lambda p: torch.tensor(p.tolist()),
+    "numpy force": lambda p: torch.from_numpy(np.array(p.numpy(force=True))),
+    "numpy function": lambda p: torch.from_numpy(np.array(np.exp(np.asarray(p.detach(), dtype=np.float64)))),
+    "detach_": lambda p: p.detach().detach_(),
     "numpy": lambda p: torch.from_numpy(np.array(p.detach().numpy())),
     "asarray": lambda p: torch.from_numpy(np.array(np.asarray(p.detach()))),
     "iterate": lambda p: torch.stack([row.sum() for row in p]),
@@ -217,6 +220,8 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "foreach unbind": lambda p: torch._foreach_add_(list(p.unbind(0)), [1.0, 2.0, 3.0, 4.0, 5.0]),
     "foreach one into another": lambda p: torch._foreach_copy_([p[0], p[1]], [p[2], p[3]]),
     "vector_to_parameters": lambda p: torch.nn.utils.vector_to_parameters(_new.flatten(), [p]),
+    "assign own data": lambda p: setattr(p, "data", p.data),
+    "assign data from itself": lambda p: setattr(p, "data", p.data.flip(0)),
     "assign data": lambda p: setattr(p, "data", _new.clone()),
     "init.zeros_": lambda p: nn.init.zeros_(p),
     "init.uniform_": lambda p: nn.init.uniform_(p),
@@ -359,10 +364,20 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "view data_ptr": lambda p: p[1:].data_ptr(),
     "detached data_ptr": lambda p: p.detach().data_ptr(),
     "untyped_storage data_ptr": lambda p: p.untyped_storage().data_ptr(),
+    "storage": lambda p: p.storage(),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()),
+    "numpy dlpack": lambda p: np.from_dlpack(p.detach()),
+    "numpy with grad": lambda p: p.numpy(),
+    "numpy without a copy": lambda p: np.array(p.detach(), copy=False),
     "resize_": lambda p: p.resize_(3, 3),
+    "resize_as_": lambda p: p.resize_as_(torch.ones(3, 3)),
+    "resized by out": lambda p: torch.add(torch.ones(7, 9), 1.0, out=p),
+    "view resized by out": lambda p: torch.add(torch.ones(7, 9), 1.0, out=p[0]),
+    "another's set_": lambda p: torch.ones(5, 9).set_(p),
     "set_": lambda p: p.set_(torch.ones(5, 9)),
     "transpose_": lambda p: p.t_(),
     "unsqueeze_": lambda p: p.detach().unsqueeze_(0),
+    "assign data of a view": lambda p: setattr(p[0], "data", torch.ones(9)),
     "assign data of another shape": lambda p: setattr(p, "data", torch.ones(2, 2)),
     "assign data of another dtype": lambda p: setattr(p, "data", torch.ones(5, 9, dtype=torch.float64)),
 }
@@ -374,7 +389,7 @@ def test_what_cannot_be_honoured_raises_and_changes_nothing(prepared: Prepared, 
     twin = prepared(bag(shapes=shapes))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises((offload.OffloadError, RuntimeError, NotImplementedError, TypeError)):
+        with pytest.raises((offload.OffloadError, RuntimeError, NotImplementedError, TypeError, ValueError)):
             REFUSED[name](twin.matrix)
     assert twin.matrix.shape == (5, 9) and twin.matrix.dtype == torch.float32
     same_models(twin, bag(shapes=shapes))

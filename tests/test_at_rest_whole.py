@@ -257,6 +257,27 @@ def test_moves_that_keep_the_dtype_move_nothing(prepared: Prepared, device: str,
     same(twin(ids()), model(ids()))
 
 
+def test_a_model_around_a_prepared_one_is_refused_whole_too(prepared: Prepared) -> None:
+    outer = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), prepared(Buffered()))
+    with pytest.raises(offload.ConfigError, match="dtype"):
+        outer.double()
+    with pytest.raises(offload.OffloadError, match="shared"):
+        outer.share_memory()
+    assert {t.dtype for t in outer.state_dict().values()} == {torch.float32, torch.int64}
+    assert not any(b.is_shared() for b in outer.buffers())
+    outer[:2].double()
+    assert outer[1].weight.dtype == torch.float64
+
+
+def test_what_a_module_applies_is_applied_once(prepared: Prepared) -> None:
+    twin, model = prepared(Buffered(), keep=True), Buffered()
+    model.load_state_dict(twin.state_dict())
+    for m in (twin, model):
+        m._apply(lambda t: t.mul_(2))
+        m._apply(lambda t: t + 1)
+    same_models(twin, model)
+
+
 def test_bf16_parameters_under_every_compute(prepared: Prepared) -> None:
     twin = prepared(net().bfloat16(), precision=BF16)
     twin.bfloat16()

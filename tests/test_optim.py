@@ -328,6 +328,40 @@ def test_what_is_not_supported_is_refused_not_ignored(prepared: Prepared) -> Non
         opt.step()
 
 
+@pytest.mark.parametrize("name", ["amsgrad", "capturable", "differentiable"])
+def test_what_is_not_supported_is_refused_wherever_it_is_asked_for(prepared: Prepared, name: str) -> None:
+    twin = prepared(bag(shapes=FEW))
+    own = list(twin.parameters())
+    with pytest.raises(offload.ConfigError, match=name):
+        offload.optim.Adam(own, **{name: True})
+    opt = offload.optim.Adam(own[:2])
+    with pytest.raises(offload.ConfigError, match=name):
+        opt.add_param_group({"params": own[2:], name: True})
+    assert len(opt.param_groups) == 1
+    saved = opt.state_dict()
+    with pytest.raises(offload.ConfigError, match=name):
+        opt.load_state_dict(saved | {"param_groups": [saved["param_groups"][0] | {name: True}]})
+    opt.param_groups[0][name] = True
+    give(twin, 0)
+    with pytest.raises(offload.ConfigError, match=name):
+        opt.step()
+
+
+def test_keywords_that_choose_a_kernel_change_nothing(prepared: Prepared) -> None:
+    for over in ({"foreach": True}, {"fused": True}, {"foreach": False, "fused": False, "capturable": False, "differentiable": False}):
+        for kind in ("AdamW", "Adam"):
+            run(
+                prepared,
+                lambda m, kind=kind, over=over: getattr(offload.optim, kind)(m.parameters(), lr=1e-2, **over),  # type: ignore[misc]
+                lambda m, kind=kind, over=over: getattr(torch.optim, kind)(m.parameters(), lr=1e-2, **over),  # type: ignore[misc]
+            )
+
+
+def test_adam_with_decoupled_decay_is_adamw(prepared: Prepared) -> None:
+    options = {"lr": 1e-2, "weight_decay": 0.2, "decoupled_weight_decay": True}
+    run(prepared, lambda m: offload.optim.Adam(m.parameters(), **options), lambda m: torch.optim.Adam(m.parameters(), **options))
+
+
 def test_an_optimizer_of_other_parameters_says_so(prepared: Prepared) -> None:
     other = bag(shapes=FEW)
     opt = offload.optim.AdamW(other.parameters())
@@ -438,6 +472,36 @@ def test_two_optimizers_over_the_same_parameters_are_right_or_refused(prepared: 
     except offload.OffloadError:
         return
     parameters_near(twin, model, 4, 2e-2)
+
+
+def test_an_optimizer_whose_moments_another_took_is_refused(prepared: Prepared) -> None:
+    """One after the other is right, both alive or not; back to the first is refused, for its moments are gone, and says so when read."""
+    twin, model = prepared(bag(shapes=FEW), "nvme"), bag(shapes=FEW)
+    last, kept = [], []
+    for m, module in ((twin, offload.optim), (model, torch.optim)):
+        first, second = module.AdamW(m.parameters(), lr=1e-2), module.AdamW(m.parameters(), lr=2e-2)
+        for step in range(4):
+            give(m, step)
+            (second if step > 1 else first).step()
+        last.append(second)
+        kept.append(first)
+    parameters_near(twin, model, 4, 2e-2)
+    moments_near(*last, twin, model, 4)
+    digest = offload.runtime(twin).digest()
+    with pytest.raises(offload.ConfigError, match=r"exp_avg of scalar .* one set"):
+        kept[0].step()
+    with pytest.raises(offload.OffloadError, match="exp_avg of odd gave way"):
+        plain(kept[0].state[twin.odd]["exp_avg"])
+    assert offload.runtime(twin).digest() == digest
+
+
+def test_stepping_after_close_says_so(prepared: Prepared) -> None:
+    twin = prepared(bag(shapes=FEW))
+    opt = offload.optim.AdamW(twin.parameters())
+    offload.runtime(twin).close()
+    give(twin, 0)
+    with pytest.raises(offload.OffloadError, match="closed"):
+        opt.step()
 
 
 def test_one_optimizer_over_two_models(prepared: Prepared) -> None:

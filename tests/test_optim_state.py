@@ -231,6 +231,83 @@ def test_clearing_the_state_starts_afresh(prepared: Prepared) -> None:
     parameters_near(twin, model, 2, 1e-2)
 
 
+def test_a_state_passes_from_one_optimizer_to_the_next(prepared: Prepared) -> None:
+    twin, model = prepared(bag(shapes=FEW), "nvme"), bag(shapes=FEW)
+    optimizers, firsts = [], []
+    for m, module in ((twin, offload.optim), (model, torch.optim)):
+        first = module.AdamW(m.parameters(), lr=1e-2)
+        give(m, 0, ("odd",))
+        first.step()
+        second = module.AdamW(m.parameters(), lr=5.0)
+        second.load_state_dict(first.state_dict())
+        second.load_state_dict(second.state_dict())
+        give(m, 1)
+        second.step()
+        optimizers.append(second)
+        firsts.append(first)
+    parameters_near(twin, model, 2, 1e-2)
+    moments_near(*optimizers, twin, model, 2)
+    give(twin, 2)
+    with pytest.raises(offload.ConfigError, match="one set"):
+        firsts[0].step()
+    with pytest.raises(offload.ConfigError, match="one set"):
+        optimizers[0].load_state_dict(firsts[0].state_dict())
+    optimizers[0].step()
+
+
+def test_a_state_put_in_by_hand_is_used(prepared: Prepared) -> None:
+    twin, model = prepared(bag(shapes=FEW)), bag(shapes=FEW)
+    optimizers = []
+    for m, module in ((twin, offload.optim), (model, torch.optim)):
+        opt = module.AdamW(m.parameters(), lr=1e-2)
+        opt.state[m.odd] = {"step": torch.tensor(3.0), "exp_avg": torch.full((4097,), 0.5), "exp_avg_sq": torch.full((4097,), 0.75)}
+        give(m, 0)
+        opt.step()
+        opt.state[m.vector]["exp_avg"] = torch.ones(7)
+        opt.state[m.vector]["step"] = torch.tensor(9.0)
+        give(m, 1)
+        opt.step()
+        optimizers.append(opt)
+    parameters_near(twin, model, 2, 1e-2)
+    moments_near(*optimizers, twin, model, 2)
+    optimizers[0].state[twin.odd]["exp_avg"] = torch.ones(2)
+    with pytest.raises(offload.ConfigError, match="exp_avg of odd"):
+        optimizers[0].step()
+
+
+def test_loading_hooks_see_the_state_before_and_after(prepared: Prepared) -> None:
+    twin = prepared(bag(shapes=FEW))
+    opt = offload.optim.AdamW(twin.parameters(), lr=1e-2)
+    give(twin, 0)
+    opt.step()
+    saved = copy.deepcopy(opt.state_dict()) | {"mine": 1}
+    seen = []
+
+    def before(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+        seen.append((len(given["state"]), given["mine"]))
+        return given | {"state": {3: given["state"][3]}}
+
+    opt.register_load_state_dict_pre_hook(before)
+    opt.register_load_state_dict_post_hook(lambda o: seen.append(list(o.state) == [twin.odd]))
+    opt.load_state_dict(saved)
+    assert seen == [(4, 1), True]
+    same(opt.state[twin.odd]["exp_avg"], saved["state"][3]["exp_avg"])
+
+
+def test_what_a_load_leaves_out_is_fresh_at_once(prepared: Prepared) -> None:
+    digests = []
+    for early in (False, True):
+        twin = prepared(bag(shapes=FEW))
+        opt = offload.optim.AdamW(twin.parameters(), lr=0.0)
+        fresh = copy.deepcopy(opt.state_dict())
+        if early:
+            give(twin, 0)
+            opt.step()
+            opt.load_state_dict(fresh)
+        digests.append(offload.runtime(twin).digest())
+    assert digests[0] == digests[1]
+
+
 def test_moments_can_be_written_to(prepared: Prepared) -> None:
     twin, model = prepared(bag(shapes=FEW), "nvme"), bag(shapes=FEW)
     for m, module in ((twin, offload.optim), (model, torch.optim)):

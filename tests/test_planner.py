@@ -15,7 +15,7 @@ import offload
 from offload.config import Precision, parse_size
 from offload.errors import ConfigError, PlanError
 from offload.planner import demand
-from offload.planner.layout import ALIGN, CHUNK_ALIGN, DTYPE_BYTES, ParameterSpec, UnitSpec, lay_out
+from offload.planner.layout import ALIGN, CHUNK_ALIGN, DTYPE_BYTES, ParameterSpec, UnitSpec, lay_out, slot_bytes
 from offload.planner.placement import Capacities, Plan, chunks_of, gradient_chunk_bytes, plan_units, state_chunk_bytes
 
 SETTINGS = settings(max_examples=60, deadline=None)
@@ -327,7 +327,7 @@ def test_demand(units: list[UnitSpec], sequences: int, tokens: int, compute: str
         assert demand.activation_bytes(units, small, compute, mode) <= demand.activation_bytes(units, large, compute, mode)
     assert demand.logits_bytes(units, small) <= demand.logits_bytes(units, large)
     assert demand.activation_bytes(units, None, compute, "keep") == 0
-    sizes = [demand.slot_bytes(u, compute) for u in units]
+    sizes = [slot_bytes(lay_out(u, compute, MIB), compute) for u in units]
     depth = 1 + max(u.depth for u in units)
     fewest, ample = demand.fewest_slots(sizes, depth), demand.slot_sizes(sizes, depth, 3)
     if any(sizes):

@@ -5,16 +5,24 @@
 value read, and what the operation's schema marks as written is written back. A view remembers the operation that made it, and replays it
 on the value of its base, so writes through views reach the source. Operations on lists go element by element, so that a whole model is
 never read at once. Gradients of one parameter are summed by their sources, where they rest.
+There is no storage: what reaches for it is refused, for torch would follow a null pointer. numpy gets a copy that cannot be written to.
+
+[Note: moves]
+nn.Module._apply is what `.to()`, `.cuda()`, `.half()` and their kin come down to. They move nothing that rests and refuse a change of dtype. It
+converts children and buffers before a parameter is asked, so it is watched, once for all modules: the conversion is tried on an empty tensor
+at rest first, and a refusal leaves every buffer as it was.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from typing import Any, Protocol
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NoReturn, Protocol
 
+import numpy as np
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from offload.errors import ConfigError, OffloadError
 from offload.memory.limits import host_limits
@@ -92,8 +100,49 @@ class AtRest(torch.Tensor):
             value = torch.nn.Parameter(value, self.requires_grad)
         return value.__reduce_ex__(protocol)
 
-    def data_ptr(self) -> int:
-        raise OffloadError(f"{self.source.describe()} rests outside memory that can be pointed at; read it first, as with .clone()")
+    def _no_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise OffloadError(f"{self.source.describe()} rests outside memory that can be pointed at or shared; read it first, as with .clone()")
+
+    data_ptr = untyped_storage = storage = _typed_storage = share_memory_ = __dlpack__ = _no_memory
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Takes the value, where torch takes the memory."""
+        if isinstance(value, AtRest) and value.source is self.source and value.chain is self.chain:
+            return
+        if self.chain or value.shape != self.shape or value.dtype != self.dtype:
+            raise OffloadError(
+                f"{self.source.describe()} rests as {self.dtype} of shape {tuple(self.source.shape)}, which assigning {value.dtype} of shape "
+                f"{tuple(value.shape)} to the .data of {'a view' if self.chain else 'it'} cannot change"
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    # As Python and numpy read it
+
+    def tolist(self) -> Any:
+        return self.plain().tolist()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.ndim == 0 else object.__format__(self, spec)
+
+    def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
+        """A copy, read-only: written to, it would not reach what it stands for."""
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        array: np.ndarray[Any, Any] = self.plain().numpy()
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if copy is False:
+            raise ValueError(f"{self.source.describe()} is at rest: an array of it is a copy")
+        array = self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+        return array.copy() if copy else array
 
     def plain(self) -> torch.Tensor:
         """The value, as a plain tensor of its own."""
@@ -127,6 +176,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func._schema.name.startswith("aten::_foreach_"):
         return _each(func, args, kwargs)
     first = args[0] if args else None
+    if torch.Tag.inplace_view in func.tags and func is not aten.detach_.default:
+        _refuse_reshaping(func, args, kwargs)
     if isinstance(first, AtRest) and _is_view(func):
         return _view(func, first, args[1:], kwargs)
     return _run(func, args, kwargs)
@@ -146,8 +197,8 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AtRest | N
 
 
 def _move(value: Any, kwargs: dict[str, Any]) -> AtRest | None:
-    """`.to()` and its kin, called by nn.Module._apply: they move nothing and refuse a change of dtype."""
-    if not isinstance(value, AtRest) or not _within_module_apply():
+    """A conversion; None outside of a module's. See [Note: moves]."""
+    if not isinstance(value, AtRest) or not _moving.get():
         return None
     dtype = kwargs.get("dtype") or value.dtype
     if dtype != value.dtype:
@@ -158,15 +209,42 @@ def _move(value: Any, kwargs: dict[str, Any]) -> AtRest | None:
     return AtRest(value.source, chain=value.chain, like=value)
 
 
-def _within_module_apply() -> bool:
-    frame = sys._getframe(1)
-    for _ in range(12):
-        if frame is None:
-            return False
-        if frame.f_code.co_name == "_apply" and isinstance(frame.f_locals.get("self"), torch.nn.Module):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+class _Empty:
+    """Stands in for a value: no elements, of its dtype."""
+
+    shape = torch.Size((0,))
+
+    def __init__(self, source: Source) -> None:
+        self.dtype, self.describe = source.dtype, source.describe
+
+    def read(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype)
+
+    def write(self, value: torch.Tensor) -> None:
+        pass
+
+
+_moving: ContextVar[bool] = ContextVar("moving", default=False)  # a module's _apply is under way, and was not refused
+_module_apply: Callable[[torch.nn.Module, Callable[..., Any], bool], torch.nn.Module] = torch.nn.Module._apply
+
+
+@functools.wraps(_module_apply)
+def _watched_apply(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> torch.nn.Module:
+    """See [Note: moves]."""
+    kinds = {} if _moving.get() else {p.dtype: p.source for p in self.parameters(recurse) if isinstance(p, AtRest)}
+    if not kinds:
+        return _module_apply(self, fn, recurse)
+    token = _moving.set(True)
+    try:
+        with torch.no_grad():
+            for source in kinds.values():
+                fn(AtRest(_Empty(source)))
+        return _module_apply(self, fn, recurse)
+    finally:
+        _moving.reset(token)
+
+
+torch.nn.Module._apply = _watched_apply  # type: ignore[method-assign]
 
 
 def _is_view(func: Any) -> bool:
@@ -194,6 +272,17 @@ def _each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if all(isinstance(r, (list, tuple)) for r in results):
         return [r[0] for r in results]
     return None if func._schema.name.endswith("_") else results
+
+
+def _refuse_reshaping(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    involved = tree_leaves((args, kwargs)) if func._schema.name == "aten::set_" else _writes(func, args, kwargs)
+    for x in involved:
+        if isinstance(x, AtRest):
+            raise _reshaped(x, func)
+
+
+def _reshaped(x: AtRest, func: Any) -> OffloadError:
+    return OffloadError(f"{x.source.describe()} rests in a place of its own shape, which {func._schema.name.removeprefix('aten::')} would change")
 
 
 def _writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -225,18 +314,24 @@ class _Bases:
         source.write(base)
 
 
+def _flat(written: list[Any]) -> Iterator[Any]:
+    for target in written:
+        yield from target if isinstance(target, (list, tuple)) else (target,)
+
+
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bases = _Bases()
     written = _writes(func, args, kwargs)
     if func is aten.copy_.default and isinstance(args[0], AtRest) and not args[0].chain:
         return _overwrite(args[0], args[1])
-    out = func(*tree_map(bases.value, args), **tree_map(bases.value, kwargs))
-    stored: set[int] = set()
-    for target in written:
-        for x in target if isinstance(target, (list, tuple)) else (target,):
-            if isinstance(x, AtRest) and id(x.source) not in stored:
-                stored.add(id(x.source))
-                bases.store(x)
+    plain_args, plain_kwargs = tree_map(bases.value, args), tree_map(bases.value, kwargs)
+    out = func(*plain_args, **plain_kwargs)
+    targets = {id(x.source): x for x in _flat(written) if isinstance(x, AtRest)}
+    for x, value in zip(_flat(written), _flat(_writes(func, plain_args, plain_kwargs)), strict=True):
+        if isinstance(x, AtRest) and value.shape != x.shape:  # as out= may do
+            raise _reshaped(x, func)
+    for x in targets.values():
+        bases.store(x)
     if len(written) == 1 and isinstance(out, torch.Tensor) and isinstance(written[0], AtRest):
         return written[0]
     return out

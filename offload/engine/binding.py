@@ -51,10 +51,25 @@ def bind(entries: list[Entry], flats: dict[int, list[torch.Tensor]], gradients: 
                 value = Bind.apply(record.parameter, value, record, gradients)  # type: ignore[no-untyped-call]
             bound[record.number] = value
         before.append(entry.module._parameters[entry.name])
-        entry.module._parameters[entry.name] = value  # type: ignore[assignment]
+        _put(entry, value)
     return before
 
 
 def unbind(entries: list[Entry], before: list[torch.Tensor | None]) -> None:
-    for entry, value in zip(entries, before, strict=True):
-        entry.module._parameters[entry.name] = value  # type: ignore[assignment]
+    """Puts back what was there; an attribute entered twice ends with what it had first."""
+    for entry, value in zip(reversed(entries), reversed(before), strict=True):
+        _put(entry, value)
+
+
+def _put(entry: Entry, value: torch.Tensor | None) -> None:
+    module = entry.module
+    module._parameters[entry.name] = value  # type: ignore[assignment]
+    if isinstance(module, nn.RNNBase) and entry.name in module._flat_weights_names:  # its forward computes with a list of its own
+        module._flat_weights[module._flat_weights_names.index(entry.name)] = value
+        module._flat_weight_refs = []
+
+
+def let_go(module: nn.Module) -> None:
+    """Drops a recurrent module's weak references to its parameters, by which it would notice new ones and have cuDNN move them."""
+    if isinstance(module, nn.RNNBase):
+        module._flat_weight_refs = []

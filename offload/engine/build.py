@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from offload.engine.binding import let_go
 from offload.engine.record import DTYPE_NAMES, Record, Unit, flat_slices
 from offload.engine.units import Units, depths, find_units
 from offload.errors import ConfigError
@@ -29,10 +30,10 @@ class Member:
 
 @dataclass
 class Found:
-    """A unit before it is planned. A parameter belongs to the first unit that holds it."""
+    """A unit before it is planned: its module and those that ride with it. A parameter belongs to the first unit that holds it."""
 
     name: str
-    module: nn.Module
+    modules: list[nn.Module]
     repeated: bool
     depth: int
     members: list[Member]
@@ -54,20 +55,21 @@ def discover(model: nn.Module, units: Units) -> list[Found]:
     """The model's units in order, each parameter in exactly one."""
     found = find_units(model, units)
     names = {id(p): n for n, p in model.named_parameters()}
-    tops = {id(m) for _, m, _ in found}
+    tops = {id(part.module) for part in found}
     seen: dict[int, Member] = {}
     out: list[Found] = []
-    for (name, module, repeated), depth in zip(found, depths(found, model), strict=True):
+    for part, depth in zip(found, depths(found), strict=True):
         members: list[Member] = []
-        for sub in _own_modules(module, tops):
+        for sub in _own_modules(part.module, tops):
             for key, p in sub._parameters.items():
                 if p is None:
                     continue
                 if id(p) not in seen:
                     seen[id(p)] = Member(names[id(p)], p, [])
                     members.append(seen[id(p)])
-                seen[id(p)].uses.append((sub, key))
-        out.append(Found(name, module, repeated, depth, members))
+                if not any(m is sub and k == key for m, k in seen[id(p)].uses):  # a module shared by several units is met again
+                    seen[id(p)].uses.append((sub, key))
+        out.append(Found(part.name, [part.module, *part.riders], part.repeated, depth, members))
     return out
 
 
@@ -96,9 +98,11 @@ def make_records(found: Sequence[Found], plan: Plan) -> tuple[list[Unit], list[R
             for index, offset in zip(flat.parameters, flat.offsets, strict=True):
                 m = part.members[index]
                 p = m.parameter
+                for module, _ in m.uses:
+                    let_go(module)
                 own.append(Record(0, m.name, p.shape, p.dtype, flat.trained, number, f, offset, flat_slices(layout, f, index), p, m.uses))
         own.sort(key=lambda r: [m.name for m in part.members].index(r.name))
-        units.append(Unit(number, part.name, layout, own, [part.module], repeated=part.repeated))
+        units.append(Unit(number, part.name, layout, own, part.modules, repeated=part.repeated))
         records += own
     for number, record in enumerate(records):
         record.number = number

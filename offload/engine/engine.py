@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import weakref
 from collections.abc import Iterable, Sequence
 
@@ -26,7 +27,7 @@ from offload.engine.update import Updates
 from offload.errors import BudgetError, ConfigError, OffloadError
 from offload.memory.arena import Arena, reserve
 from offload.memory.budget import Budget
-from offload.memory.shard import Shard
+from offload.memory.shard import Shard, check_process
 from offload.memory.swap import SwapSpace
 from offload.planner.demand import Batch
 from offload.planner.placement import Plan, human
@@ -43,6 +44,8 @@ class Engine:
         self.model, self.plan, self.device, self.seed = model, plan, device, seed
         self.budgets = {tier: Budget(tier, n) for tier, n in tiers.budget_bytes().items()}
         self.closed = False
+        self._owner = os.getpid()
+        weakref.finalize(self, device.close)  # its threads end with a model that is dropped without close()
         self.runtime: object = None
         self.skipped = 0
         self.update_seconds: dict[str, float] = {}
@@ -120,38 +123,28 @@ class Engine:
     # Values
 
     def initialise(self, number: int) -> None:
-        """Gives a unit of a meta model its values, unless they were written already."""
+        """Gives those of a unit's parameters that have no value theirs, by the architecture's rules. ConfigError if one has no rule."""
         unit = self.units[number]
         if unit.initialised:
             return
+        missing = [r for r in unit.records if not r.written]
+        if missing:
+            values = initial_values(self.model, missing, self.seed)
+            for record in missing:
+                self.state.write_value(record, values.pop(record.name), ready=False)
         unit.initialised = True
-        names = {id(m): n for n, m in self.model.named_modules()}
-        done: set[int] = set()
-        for record in unit.records:
-            module = record.uses[0][0]
-            if id(module) in done:
-                continue
-            done.add(id(module))
-            values = initial_values(self.model, names[id(module)], module, self.seed)
-            for other in unit.records:
-                for holder, key in other.uses[:1]:
-                    if holder is module:
-                        self.state.write_value(other, values[key], ready=False)
 
-    def written_whole(self, number: int) -> None:
-        """The caller writes every value of a unit next: its own rule need not."""
-        self.units[number].initialised = True
-
-    def _before_access(self, record: Record) -> None:
+    def _before_access(self, record: Record, reading: bool) -> None:
         if self.closed:
             raise OffloadError(f"the runtime that holds {record.name} was closed")
-        self.initialise(record.unit)
+        if reading and not record.written:
+            self.initialise(record.unit)
 
-    def _refresh(self, record: Record, stored: torch.Tensor) -> None:
-        """A value was written at rest: a copy in a slot follows."""
+    def _refresh(self, record: Record, start: int, stored: torch.Tensor) -> None:
+        """A part of a value, from element `start` on, was written at rest: a copy in a slot follows."""
         if record.unit in self.slots.where:
             flat = self.slots.resident(record.unit)[record.flat]
-            flat[record.offset : record.offset + record.numel].copy_(stored)
+            flat[record.offset + start : record.offset + start + stored.numel()].copy_(stored)
 
     # Gradients
 
@@ -203,6 +196,7 @@ class Engine:
 
     def update(self, hypers: dict[int, dict[str, float | int | bool]]) -> None:
         """Updates the parameters whose numbers have hyperparameters (fields of ops.HYPER); their gradients have come to rest."""
+        check_process(self._owner)
         self.gradients.flush()
         self.device.settle()
         self.slots.settle()
@@ -234,6 +228,8 @@ class Engine:
         return whole.hexdigest()
 
     def synchronize(self) -> None:
+        if self.closed:
+            raise OffloadError("the runtime of this model was closed")
         self.gradients.settle()
         self.device.settle()
 
@@ -250,12 +246,10 @@ class Engine:
 
     def _close_tiers(self) -> None:
         self.device.close()
-        for name in ("updates", "slots", "frames", "gradients"):
-            part = getattr(self, name, None)
-            if name == "slots" and part is not None:
-                part.close()
+        for name in ("slots", "gradients", "updates"):
             if name in self.__dict__:
-                delattr(self, name)
+                getattr(self, name).close()
+        self.frames = None
         for record in self.records:
             if record.parameter.grad is not None and isinstance(record.parameter.grad, AtRest):
                 record.parameter.grad = None

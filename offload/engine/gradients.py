@@ -9,6 +9,7 @@ that lands the result here. Landing casts, stores and takes the sums of squares 
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from offload.engine.chunk_cache import ChunkCache
 from offload.engine.record import CODES, NORM_BLOCK, Record, Unit
 from offload.engine.sources import Contribution, GradientSource
 from offload.errors import OffloadError
-from offload.memory.shard import Shard
+from offload.memory.shard import Shard, check_process
 from offload.transfer.device import Device
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import Transfer
@@ -56,6 +57,8 @@ class Gradients:
         self._entries = {r.number: _Entry() for r in records}
         self._lock = threading.RLock()
         self._cache = ChunkCache(frames, frames.count - 2) if frames is not None else None
+        self.closed = False
+        self._owner = os.getpid()
         self._epoch = 0  # forwards seen: what landed before the last one belongs to an earlier micro-batch
         self._nested_tasks: set[int] = set()
         self.before_sums: Callable[[], None] = lambda: None
@@ -67,10 +70,20 @@ class Gradients:
             if r.trained:
                 r.sums = torch.zeros(max(1, -(-r.numel // NORM_BLOCK)), dtype=torch.float64)
 
+    def close(self) -> None:
+        """Nothing is kept: gradients at rest are gone with the arenas."""
+        self.closed, self._cache = True, None
+
+    def _check(self) -> None:
+        check_process(self._owner)
+        if self.closed:
+            raise OffloadError("the runtime that held this gradient was closed")
+
     # Arrival
 
     def contribution(self, record: Record, value: torch.Tensor) -> Contribution:
         """One use's gradient. A first use of several lands early where that keeps its bits and nothing looks at it on the way."""
+        self._check()
         if value.layout != torch.strided:
             raise OffloadError(f"parameter {record.name} has a sparse gradient, which is not supported; build its module with sparse=False")
         out = Contribution(record, self, value)
@@ -139,6 +152,7 @@ class Gradients:
             raise OffloadError(
                 f"parameter {record.name} was frozen when prepare() ran, so it has no master and no moments; set requires_grad before prepare()"
             )
+        self._check()
         entry = self._entries[record.number]
         self._settle(entry)
         entry.generation += 1
@@ -171,6 +185,7 @@ class Gradients:
 
     def read(self, record: Record) -> torch.Tensor:
         """The gradient, flat, in the dtype at rest (fp32 where it is scaled)."""
+        self._check()
         entry = self._entries[record.number]
         self._settle(entry)
         out = torch.empty(record.numel, dtype=self.dtype)
@@ -181,6 +196,7 @@ class Gradients:
         return out if entry.scale == 1.0 else out.float().mul_(entry.scale)
 
     def write(self, record: Record, value: torch.Tensor) -> None:
+        self._check()
         entry = self._entries[record.number]
         self._settle(entry)
         entry.scale = 1.0

@@ -24,6 +24,7 @@ class Record:
     """One parameter: where it lies in its unit, and its own step count.
 
     `slices` pairs a chunk's number with the slice of this parameter in it, in order.
+    `written`: it has a value; one made on the meta device has none until a rule or a load gives it.
     `sums` has the sum of squares of each block of the gradient at rest (float64).
     """
 
@@ -39,6 +40,7 @@ class Record:
     parameter: nn.Parameter
     uses: list[tuple[nn.Module, str]]
     step: int = 0
+    written: bool = False
     version: int = 0  # counts changes of the value, so that a backward over a changed one is refused
     sums: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,27 +15,22 @@ from offload.errors import ConfigError
 if TYPE_CHECKING:
     from offload.engine.engine import Engine
 
-_engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
-
-
-def register(model: nn.Module, engine: Engine) -> None:
-    _engines[model] = engine
-
-
-def forget(model: nn.Module) -> None:
-    _engines.pop(model, None)
-
 
 def engine_of(model: nn.Module) -> Engine:
     """The engine of a prepared model; ConfigError if it is not prepared or was closed."""
-    engine = _engines.get(model)
-    if engine is None:
+    owner = next((o for o in map(record_of, model.parameters()) if o is not None), None)
+    if owner is None or owner[0].model is not model:
         raise ConfigError(f"this {type(model).__name__} is not prepared; call offload.prepare(model, tiers) first")
-    return engine
+    if owner[0].closed:
+        raise ConfigError(f"the runtime of this {type(model).__name__} was closed, and its values with it; build and prepare the model again")
+    return owner[0]
 
 
-def is_prepared(model: nn.Module) -> bool:
-    return model in _engines
+def check_unprepared(model: nn.Module) -> None:
+    """ConfigError if any parameter of the model is at rest already."""
+    for name, p in model.named_parameters():
+        if record_of(p) is not None:
+            raise ConfigError(f"parameter {name} is prepared already, by itself or within another model; prepare the whole model once")
 
 
 def record_of(parameter: torch.Tensor) -> tuple[Engine, Record] | None:

@@ -9,14 +9,17 @@ cache in least-recently-used order.
 from __future__ import annotations
 
 import bisect
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from offload.engine.record import DTYPES, Record, Unit
-from offload.errors import BudgetError
+from offload.engine.record import DTYPE_NAMES, DTYPES, Record, Unit
+from offload.errors import BudgetError, OffloadError
+from offload.memory.shard import check_process
+from offload.planner.layout import slot_starts
 from offload.transfer.device import Copy, Device
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import Transfer
@@ -70,6 +73,8 @@ class Slots:
         self.counters = Counters()
         self.on_steal: Callable[[int], None] = lambda unit: None
         self._clock = 0
+        self._owner = os.getpid()
+        self.closed = False
         self._fixed = {u.number: self._in_place(u) for u in units if self._rests_in_reach(u)}
         self._fixed_at = {flat.untyped_storage().data_ptr(): (u, f) for u, flats in self._fixed.items() for f, flat in enumerate(flats)}
         self._starts = [_starts(u, self) for u in units]
@@ -94,21 +99,20 @@ class Slots:
         return self.compute if stored in _FLOATING else stored
 
     def slot_views(self, unit: Unit, memory: torch.Tensor) -> list[torch.Tensor]:
-        views, at = [], 0
-        for flat in unit.layout.flats:
+        views = []
+        for flat, at in zip(unit.layout.flats, self._flat_starts(unit.number), strict=False):
             dtype = self.slot_dtype(DTYPES[flat.dtype])
-            nbytes = flat.numel * dtype.itemsize
-            views.append(memory[at : at + nbytes].view(dtype))
-            at += -(-nbytes // 4096) * 4096
+            views.append(memory[at : at + flat.numel * dtype.itemsize].view(dtype))
         return views
 
     def slot_bytes(self, unit: Unit) -> int:
-        return sum(-(-f.numel * self.slot_dtype(DTYPES[f.dtype]).itemsize // 4096) * 4096 for f in unit.layout.flats)
+        return self._flat_starts(unit.number)[-1]
 
     # Residency
 
     def resident(self, number: int) -> list[torch.Tensor]:
         """The unit's flats on the device, fetched and waited for if need be."""
+        self._check()
         if number in self._fixed:
             return self._fixed[number]
         slot = self.where.get(number)
@@ -150,13 +154,9 @@ class Slots:
         memory = fixed[record.flat] if fixed is not None else self.where[record.unit].memory.view(dtype)
         return torch.as_strided(memory.view(dtype), size, stride, offset)
 
-    def _flat_starts(self, unit: int) -> list[int]:
-        """The byte in a slot at which each flat of a unit starts."""
-        starts, at = [], 0
-        for flat in self.units[unit].layout.flats:
-            starts.append(at)
-            at += -(-flat.numel * self.slot_dtype(DTYPES[flat.dtype]).itemsize // 4096) * 4096
-        return starts
+    def _flat_starts(self, unit: int) -> tuple[int, ...]:
+        """The byte in a slot at which each flat of a unit starts, and last where they end."""
+        return slot_starts(self.units[unit].layout, DTYPE_NAMES[self.compute])
 
     def prefetch(self, number: int) -> bool:
         """Starts fetching a unit if a slot can be had without taking one in use; whether it is on its way or there."""
@@ -167,6 +167,11 @@ class Slots:
             return False
         self._fill(slot, number)
         return True
+
+    def _check(self) -> None:
+        check_process(self._owner)
+        if self.closed:
+            raise OffloadError("the runtime of this model was closed; prepare the model again")
 
     def at_hand(self, number: int) -> bool:
         """Whether the unit is on the device or on its way."""
@@ -191,6 +196,7 @@ class Slots:
                 arriving.wait()
 
     def close(self) -> None:
+        self.closed, self.frames = True, None
         self.slots, self.where, self._fixed, self._by_storage, self._fixed_at = [], {}, {}, {}, {}
 
     def _choose(self, unit: Unit, firm: bool) -> Slot | None:
@@ -236,9 +242,11 @@ class Slots:
         slot.unit, slot.used = number, self._clock
         self.where[number] = slot
         self.counters.fetches += 1
+        with torch.inference_mode(False):  # the next user of the slot may be training
+            views = self.slot_views(unit, slot.memory)
         copies = [
             Copy(view, shard, 0, DTYPES[flat.dtype])
-            for view, shard, flat in zip(self.slot_views(unit, slot.memory), unit.parameters, unit.layout.flats, strict=True)
+            for view, shard, flat in zip(views, unit.parameters, unit.layout.flats, strict=True)
             if flat.numel
         ]
         slot.arriving = self.device.fetch(copies, self.frames)

@@ -33,18 +33,28 @@ class ValueSource:
 
 
 class MomentSource:
-    """One of Adam's moments of a parameter, fp32."""
+    """One of Adam's moments of a parameter, fp32. It stands for one generation: a set that takes its place makes it stale."""
 
     dtype = torch.float32
 
     def __init__(self, record: Record, state: State, role: str) -> None:
         self.record, self.state, self.role = record, state, role
-        self.shape = record.shape
+        self.shape, self.generation = record.shape, state.generation(record)
+
+    @property
+    def current(self) -> bool:
+        return self.state.generation(self.record) == self.generation
+
+    def _check(self) -> None:
+        if not self.current:
+            raise OffloadError(f"{self.describe()} gave way to that of another optimizer, or to one loaded or started afresh")
 
     def read(self) -> torch.Tensor:
+        self._check()
         return self.state.read_state(self.record, self.role).view(self.shape)
 
     def write(self, value: torch.Tensor) -> None:
+        self._check()
         self.state.write_state(self.record, self.role, value)
 
     def describe(self) -> str:

@@ -21,8 +21,10 @@ import torch
 from torch import nn
 from torch._C import _autograd
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 
+from offload.engine.atrest import AtRest
 from offload.engine.binding import Entry, bind, unbind
 from offload.engine.gradients import Gradients
 from offload.engine.order import AccessOrder
@@ -33,14 +35,13 @@ from offload.errors import ConfigError, OffloadError
 AHEAD = 4  # how far the recorded order is searched for a unit to fetch
 
 
-@dataclass
+@dataclass(eq=False)
 class _Call:
     """One forward of a unit under way."""
 
     unit: int
     before: list[torch.Tensor | None]
     owners: list[int]
-    frame: FrameType | None = None
     within_checkpoint: bool = False
     saved: saved_tensors_hooks | None = None
     checkpoint: Generator[None, None, None] | None = None
@@ -65,6 +66,17 @@ class _Saved:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+class _Kwargs(dict[str, Any]):
+    """Keyword arguments that live as long as the frame of a module's call: an interrupt, for which torch calls no hook, ends the call too."""
+
+    def __init__(self, kwargs: dict[str, Any], ended: Callable[[], None]) -> None:
+        super().__init__(kwargs)
+        self._ended = ended
+
+    def __del__(self) -> None:
+        self._ended()
 
 
 class _Ending:
@@ -106,6 +118,7 @@ class Streamer:
         self._calls: list[_Call] = []
         self._backward = _Backward()
         self._handles: list[Any] = []
+        self._enter_hooks: list[tuple[nn.Module, Any]] = []
         slots.on_steal = self._stolen
         self._register(model, records)
 
@@ -115,7 +128,9 @@ class Streamer:
         keep(model.register_forward_pre_hook(lambda m, a, k: self._root_forward(m, a, k), prepend=True, with_kwargs=True))
         for unit in self.units:
             for module in unit.modules:
-                keep(module.register_forward_pre_hook(lambda m, a, k, u=unit.number: self._enter(m, u, a, k), with_kwargs=True))
+                handle = module.register_forward_pre_hook(lambda m, a, k, u=unit.number: self._enter(m, u, a, k), with_kwargs=True)
+                self._enter_hooks.append((module, handle))
+                keep(handle)
                 keep(module.register_forward_hook(lambda m, a, o, u=unit.number: self._leave(m, u, o), always_call=True, prepend=True))
         for record in records:
             if record.trained:
@@ -136,13 +151,15 @@ class Streamer:
             return None  # a copy of the model took the hooks along
         if torch._C._current_graph_task_id() < 0:  # inside a backward it is a recomputation, whose leases stand
             self._end_backward()
-            self._end_interrupted()
+        for unit_module, handle in self._enter_hooks:  # last, so that what is recomputed starts from what the user's hooks made
+            hooks = unit_module._forward_pre_hooks
+            hooks[handle.id] = hooks.pop(handle.id)
         self.on_root(list(_tensors((args, kwargs))))
         return _to_device(args, self.slots), _to_device(kwargs, self.slots)
 
-    def _enter(self, module: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, module: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if module not in self.units[number].modules:
-            return  # a copy of the model took the hooks along
+            return None  # a copy of the model took the hooks along
         if torch._C._current_graph_task_id() < 0:
             if self._backward.task != -1:
                 self._end_backward()  # a backward that raised
@@ -150,7 +167,7 @@ class Streamer:
                 self.gradients.new_forward()
         self._check(number)
         flats = self._lease(number)
-        call = _Call(number, bind(self.entries[number], flats, self.gradients), self.owners[number], sys._getframe(2))
+        call = _Call(number, bind(self.entries[number], flats, self.gradients), self.owners[number])
         self._calls.append(call)
         self._visited(("forward", number))
         if torch.is_grad_enabled():
@@ -160,19 +177,32 @@ class Streamer:
             call.within_checkpoint = call.checkpoint is None and _autograd._top_saved_tensors_default_hooks(False) is not None
             call.saved = self._saving()
             call.saved.__enter__()
+        return args, _Kwargs(kwargs, lambda: self._end_from(call))
 
-    def _leave(self, module: nn.Module, number: int, output: Any) -> None:
-        if module not in self.units[number].modules or not any(c.unit == number for c in self._calls):
-            return  # its pre-hook did not get so far
-        call = self._end(self._calls.pop())
-        while call.unit != number:
-            call = self._end(self._calls.pop())
+    def _leave(self, module: nn.Module, number: int, output: Any) -> Any:
+        call = next((c for c in reversed(self._calls) if c.unit == number), None)
+        if module not in self.units[number].modules or call is None:
+            return None  # its pre-hook did not get so far
+        escaping = any(self._on_device(t) for t in _tensors(output))
+        if escaping:  # a view of a parameter would not outlive its slot
+            output = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) and self._on_device(t) else t, output)
+        self._end_from(call)
         if output is not None and torch.is_grad_enabled():
             for tensor in _tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda grad, u=number, rebind=call.within_checkpoint: self._enter_backward(u, rebind))
+        return output if escaping else None
 
-    def _end(self, call: _Call) -> _Call:
+    def _on_device(self, tensor: torch.Tensor) -> bool:
+        plain = not isinstance(tensor, AtRest) and tensor.layout == torch.strided
+        return plain and self.slots.unit_at(tensor.untyped_storage().data_ptr()) is not None
+
+    def _end_from(self, call: _Call) -> None:
+        """Ends a call and whatever is still open inside it."""
+        while call in self._calls:
+            self._end(self._calls.pop())
+
+    def _end(self, call: _Call) -> None:
         if call.saved is not None:
             call.saved.__exit__(None, None, None)
         if call.checkpoint is not None:
@@ -180,12 +210,6 @@ class Streamer:
         unbind(self.entries[call.unit], call.before)
         for owner in call.owners:
             self.slots.uses[owner].firm -= 1
-        return call
-
-    def _end_interrupted(self) -> None:
-        """Undoes forwards that an interrupt ended, whose hooks torch does not call: their frames are gone from the stack."""
-        while self._calls and self._calls[-1].frame is not None and not _on_stack(self._calls[-1].frame):
-            self._end(self._calls.pop())
 
     def abandon(self) -> None:
         """Undoes whatever is under way."""
@@ -227,8 +251,7 @@ class Streamer:
             with self._saving():
                 yield
         finally:
-            self._calls.remove(call)
-            self._end(call)
+            self._end_from(call)
 
     # Saved tensors
 
@@ -237,7 +260,7 @@ class Streamer:
         slots = self.slots
 
         def pack(tensor: torch.Tensor) -> Any:
-            unit = slots.unit_at(tensor.untyped_storage().data_ptr())
+            unit = None if isinstance(tensor, AtRest) else slots.unit_at(tensor.untyped_storage().data_ptr())
             if unit is None:
                 return None, outer[0](tensor) if outer else tensor
             record = slots.record_at(unit, tensor)
@@ -355,15 +378,6 @@ def _within_backward_of_checkpoint() -> bool:
     return False
 
 
-def _on_stack(frame: FrameType) -> bool:
-    at: FrameType | None = sys._getframe(1)
-    while at is not None:
-        if at is frame:
-            return True
-        at = at.f_back
-    return False
-
-
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         yield tree
@@ -379,15 +393,14 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def _to_device(tree: Any, slots: Slots) -> Any:
-    """Inputs on the compute device, floating ones in the compute dtype."""
-    if isinstance(tree, torch.Tensor):
-        dtype = slots.compute if tree.is_floating_point() else tree.dtype
-        return tree.to(device=slots.device.compute, dtype=dtype)
-    if isinstance(tree, Mapping) and type(tree) is dict:
-        return {k: _to_device(v, slots) for k, v in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_to_device(v, slots) for v in tree)
-    return tree
+    """Inputs on the compute device, floating ones in the compute dtype, in whatever containers torch knows."""
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.to(device=slots.device.compute, dtype=slots.compute if leaf.is_floating_point() else leaf.dtype)
+
+    return tree_map(move, tree)
 
 
 def _copy_on_assign(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:

@@ -81,6 +81,9 @@ class Updates:
         out = (_ABSENT, 0) if self._own_master else copy
         return record.number, n, master, part(grad, at, self._grad.itemsize), exp_avg, exp_avg_sq, out
 
+    def close(self) -> None:
+        self.pipeline, self._jobs = None, []
+
     def hyper(self) -> np.ndarray[Any, Any]:
         """A record a parameter, none active."""
         return np.zeros(max((r.number for r in self._records), default=-1) + 1, dtype=HYPER)

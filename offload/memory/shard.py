@@ -21,6 +21,12 @@ class Transfer(Protocol):
     def done(self) -> bool: ...
 
 
+def check_process(owner: int) -> None:
+    """Arenas are left out of forks: what rests in them is not there in a child."""
+    if os.getpid() != owner:
+        raise OffloadError("a prepared model was used in a forked process, which does not have its state; use it where prepare() was called")
+
+
 @dataclass
 class Shard:
     """`nbytes` at rest. Exactly one of `memory` (uint8 tensor) and `extent` is set; `space` goes with the latter."""
@@ -54,10 +60,7 @@ class Shard:
         raw = out.view(-1).view(torch.uint8)
         if not raw.numel():
             return
-        if os.getpid() != self.owner:
-            raise OffloadError(
-                "state of a prepared model was read in a forked process, which does not have it; read it in the process that called prepare()"
-            )
+        check_process(self.owner)
         if self.memory is not None:
             raw.copy_(self.memory[start : start + raw.numel()])
         else:
@@ -68,8 +71,7 @@ class Shard:
         raw = data.view(-1).view(torch.uint8)
         if not raw.numel():
             return
-        if os.getpid() != self.owner:
-            raise OffloadError("state of a prepared model was written in a forked process; write it in the process that called prepare()")
+        check_process(self.owner)
         if self.memory is not None:
             self.memory[start : start + raw.numel()].copy_(raw)
         else:

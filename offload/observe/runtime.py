@@ -11,7 +11,6 @@ from torch import nn
 
 from offload import _core
 from offload.engine.engine import Engine
-from offload.engine.registry import forget
 from offload.errors import ConfigError
 from offload.memory.limits import resident_bytes, resident_bytes_max
 from offload.observe.base import base_bytes
@@ -23,8 +22,8 @@ BASE_BYTES_MOST = 768 << 20  # the interpreter with everything imported, where i
 class Runtime:
     """What runs behind one prepared model: counters, digest, synchronisation. A context manager that closes."""
 
-    def __init__(self, model: nn.Module, engine: Engine) -> None:
-        self._model, self._engine = model, engine
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._excluded: dict[str, int] = dict.fromkeys(("h2d", "d2h", "nvme_read", "nvme_write"), 0)
 
     def __enter__(self) -> Runtime:
@@ -121,4 +120,3 @@ class Runtime:
     def close(self) -> None:
         """Gives back memory, files and threads; the model's parameters cannot be read afterwards."""
         self._engine.close()
-        forget(self._model)

@@ -1,46 +1,65 @@
 """AdamW and Adam.
 
 Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019); Kingma and Ba, Adam (2015). Arithmetic: cpp/simd/adam.h.
+
+[Note: whose moments]
+`state` decides, as in torch: a parameter without an entry starts afresh, whatever rests for it. A parameter has room for one set of moments.
+The optimizer that starts or loads a set is its owner; an earlier one finds its own entry stale, and is refused at its next step.
 """
 
 from __future__ import annotations
 
-import logging
+import itertools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from offload.engine.atrest import AtRest
 from offload.engine.engine import Engine
 from offload.engine.record import Record
 from offload.engine.registry import record_of
-from offload.errors import ConfigError
-
-log = logging.getLogger("offload")
+from offload.engine.sources import MomentSource
+from offload.engine.state import MOMENTS
+from offload.errors import ConfigError, OffloadError
 
 _Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
+_Group = dict[str, Any]
+_Values = dict[str, Any]  # of one parameter: step, exp_avg, exp_avg_sq
 
 
-class AdamW(torch.optim.Optimizer):
-    """`torch.optim.AdamW` for the parameters of prepared models.
+class Adam(torch.optim.Optimizer):
+    """`torch.optim.Adam` for the parameters of prepared models.
 
     Param groups, schedulers, `step(closure)`, `state_dict` and `load_state_dict` are torch's. `state[p]` has `step` (fp32 scalar), `exp_avg` and
     `exp_avg_sq` (fp32, at rest). A step in which a gradient is not finite is skipped whole and warned of; `skipped` counts them.
+    `foreach` and `fused` choose among torch's kernels and change nothing here. ConfigError for `amsgrad`, `capturable` and `differentiable`.
     """
 
-    _decoupled = True
+    skipped = 0
 
     def __init__(
         self, params: _Params, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float | None = None, amsgrad: bool = False, *, maximize: bool = False,
+        weight_decay: float = 0.0, amsgrad: bool = False, *, foreach: bool | None = None, maximize: bool = False, capturable: bool = False,
+        differentiable: bool = False, fused: bool | None = None, decoupled_weight_decay: bool = False,
     ) -> None:  # fmt: skip
-        decay = (1e-2 if self._decoupled else 0.0) if weight_decay is None else weight_decay
-        _check(lr, betas, eps, decay)
-        if amsgrad:
-            raise ConfigError("amsgrad is not supported; leave it out")
-        self.skipped = 0
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay, "amsgrad": False, "maximize": maximize})
+        _check_settings(lr, betas, eps, weight_decay)
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad, "maximize": maximize, "foreach": foreach,
+            "capturable": capturable, "differentiable": differentiable, "fused": fused, "decoupled_weight_decay": decoupled_weight_decay,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: _Group) -> None:
+        _refuse_unsupported(self.defaults | param_group)
+        super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter whose `.grad` is not None. Calls `closure` first, with gradients enabled, and returns its loss."""
@@ -49,90 +68,205 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            for engine, chosen in self._with_gradients().items():
-                self._update(engine, chosen)
+            chosen = self._with_gradients()
+            if self._all_finite(chosen):
+                for engine, part in chosen.items():
+                    self._update(engine, part)
         return loss
 
-    def _with_gradients(self) -> dict[Engine, list[tuple[Record, dict[str, Any]]]]:
-        chosen: dict[Engine, list[tuple[Record, dict[str, Any]]]] = {}
+    def _with_gradients(self) -> dict[Engine, list[tuple[Record, _Group]]]:
+        chosen: dict[Engine, list[tuple[Record, _Group]]] = {}
         for group in self.param_groups:
+            _refuse_unsupported(group)
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                owner = record_of(p)
-                if owner is None:
-                    raise ConfigError(
-                        f"this optimizer holds a parameter of shape {tuple(p.shape)} that belongs to no prepared model; "
-                        "call offload.prepare(model, tiers) before step(), "
-                        "or give other parameters an optimizer of torch's"
-                    )
-                engine, record = owner
+                engine, record = _home(p)
+                if self.state.get(p):
+                    _check_values(record, self.state[p])
                 chosen.setdefault(engine, []).append((record, group))
-        for engine, pairs in chosen.items():
-            engine.gradients.adopt(record for record, _ in pairs)
+        for engine, part in chosen.items():
+            engine.gradients.adopt([record for record, _ in part])
         return chosen
 
-    def _update(self, engine: Engine, chosen: list[tuple[Record, dict[str, Any]]]) -> None:
-        bad = engine.not_finite(r for r, _ in chosen)
-        if bad is not None:
-            self.skipped += 1
+    def _all_finite(self, chosen: dict[Engine, list[tuple[Record, _Group]]]) -> bool:
+        """Whether all gradients are, whichever model they are of; else the step is counted as skipped."""
+        found = (engine.not_finite(record for record, _ in part) for engine, part in chosen.items())
+        bad = next((record for record in found if record is not None), None)
+        if bad is None:
+            return True
+        self.skipped += 1
+        for engine in chosen:
             engine.skipped += 1
-            warnings.warn(f"step skipped: the gradient of {bad.name} is not finite; no parameter was changed", RuntimeWarning, stacklevel=4)
-            return
-        engine.update({record.number: self._hyper(record, group) for record, group in chosen})
-        for record, _ in chosen:
-            record.step += 1
-            self._note_state(engine, record)
+        warnings.warn(f"step skipped: the gradient of {bad.name} is not finite; no parameter was changed", RuntimeWarning, stacklevel=4)
+        return False
 
-    def _hyper(self, record: Record, group: dict[str, Any]) -> dict[str, float | int | bool]:
-        beta1, beta2 = group["betas"]
-        return {
-            "lr": float(group["lr"]), "beta1": float(beta1), "beta2": float(beta2), "eps": float(group["eps"]),
-            "weight_decay": float(group["weight_decay"]),
-            "grad_scale": 1.0, "step": record.step + 1, "decoupled": self._decoupled, "maximize": bool(group["maximize"]),
-        }  # fmt: skip
+    def _update(self, engine: Engine, part: list[tuple[Record, _Group]]) -> None:
+        steps = [self._begin(engine, record) for record, _ in part]
+        engine.update({record.number: _hyper(group, step) for (record, group), step in zip(part, steps, strict=True)})
+        for (record, _), step in zip(part, steps, strict=True):
+            self._note(engine, record, step)
 
-    def _note_state(self, engine: Engine, record: Record) -> None:
-        state = self.state[record.parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state["exp_avg"], state["exp_avg_sq"] = engine.moment(record, "exp_avg"), engine.moment(record, "exp_avg_sq")
-        state["step"].fill_(float(record.step))
+    def _begin(self, engine: Engine, record: Record) -> int:
+        """Brings the moments that `state` has to their place; gives the number of the step to take. See [Note: whose moments]."""
+        values = self.state.get(record.parameter)
+        if not values:
+            engine.state.start_moments(record)
+            return 1
+        if not any(_rests(values, record, role) for role in MOMENTS):
+            engine.state.replace_moments(record)
+        self._store(engine, record, values)
+        return int(values["step"]) + 1
+
+    def _store(self, engine: Engine, record: Record, values: _Values) -> None:
+        """Moments from anywhere go to where they rest, in fp32."""
+        for role in MOMENTS:
+            if not _rests(values, record, role):
+                value = values[role]
+                engine.state.write_state(record, role, value.plain() if isinstance(value, AtRest) else value)
+                values[role] = engine.moment(record, role)
+
+    def _note(self, engine: Engine, record: Record, step: int) -> None:
+        values = self.state[record.parameter]
+        record.step = step
+        if isinstance(values.get("step"), torch.Tensor):
+            values["step"].fill_(float(step))
+        else:
+            values["step"] = torch.tensor(float(step))
+        for role in MOMENTS:
+            if role not in values:
+                values[role] = engine.moment(record, role)
+
+    # Loading
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes param groups as torch does; moments and steps go to where they rest, in fp32."""
-        saved = dict(state_dict["state"])
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        old = [i for g in state_dict["param_groups"] for i in g["params"]]
-        new = [p for g in self.param_groups for p in g["params"]]
-        for index, p in zip(old, new, strict=True):
-            if index not in saved:
+        """Takes param groups as torch does; moments and steps go to where they rest, in fp32. ConfigError, before anything is changed, for a state
+        that does not fit; parameters that it lacks start afresh.
+        """
+        loads: list[tuple[Engine, Record, _Values, bool]] = []
+
+        def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            loads.extend(self._checked(given))
+            own = set(itertools.chain.from_iterable(group["params"] for group in given["param_groups"]))
+            return given | {"state": {key: value for key, value in given["state"].items() if key not in own}}
+
+        def put(_: torch.optim.Optimizer) -> None:
+            for load in loads:
+                self._load(*load)
+
+        # Between the user's own hooks: those before see the state as given, those after find it loaded.
+        hooks = self.register_load_state_dict_pre_hook(take), self.register_load_state_dict_post_hook(put, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _checked(self, given: dict[str, Any]) -> list[tuple[Engine, Record, _Values, bool]]:
+        """For each parameter that has or had a state: what it is to have, and whether the moments that rest are this optimizer's."""
+        for group in given["param_groups"]:
+            _refuse_unsupported(group)
+        loads = []
+        keys = itertools.chain.from_iterable(group["params"] for group in given["param_groups"])
+        for key, p in zip(keys, itertools.chain.from_iterable(group["params"] for group in self.param_groups), strict=False):  # torch compares
+            values, present = given["state"].get(key) or {}, self.state.get(p) or {}
+            if not values and not present:
                 continue
-            owner = record_of(p)
-            if owner is None:
-                raise ConfigError(
-                    "load_state_dict: this optimizer's parameters belong to no prepared model; call offload.prepare(model, tiers) first"
-                )
-            engine, record = owner
-            entry = saved[index]
-            for role in ("exp_avg", "exp_avg_sq"):
-                if tuple(entry[role].shape) != tuple(record.shape):
-                    raise ConfigError(
-                        f"load_state_dict: {role} of {record.name} has shape {tuple(entry[role].shape)}, the parameter {tuple(record.shape)}"
-                    )
-                value = entry[role]
-                engine.state.write_state(record, role, value.plain() if hasattr(value, "plain") else value)
-            record.step = int(entry["step"])
-            self._note_state(engine, record)
+            engine, record = _home(p)
+            if values:
+                _check_values(record, values)
+            mine = bool(present) and all(_rests(present, record, role) and present[role].source.current for role in MOMENTS)
+            loads.append((engine, record, values, mine))
+        return loads
+
+    def _load(self, engine: Engine, record: Record, values: _Values, mine: bool) -> None:
+        if not values:
+            if mine:
+                engine.state.start_moments(record)
+            return
+        entry = dict(values)
+        if not (mine and all(_rests(entry, record, role) for role in MOMENTS)):
+            engine.state.replace_moments(record)
+        self._store(engine, record, entry)
+        self.state[record.parameter] = {k: v for k, v in entry.items() if k != "step" and k not in MOMENTS}
+        self._note(engine, record, int(entry["step"]))
 
 
-class Adam(AdamW):
-    """`torch.optim.Adam`: weight decay is an L2 term of the gradient, 0 unless given."""
+class AdamW(Adam):
+    """`torch.optim.AdamW`: as Adam here, with weight decay apart from the gradient, 0.01 unless given."""
 
-    _decoupled = False
+    def __init__(
+        self, params: _Params, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False, foreach: bool | None = None, capturable: bool = False,
+        differentiable: bool = False, fused: bool | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, foreach=foreach, maximize=maximize, capturable=capturable,
+            differentiable=differentiable, fused=fused, decoupled_weight_decay=True,
+        )  # fmt: skip
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = True
 
 
-def _check(lr: float | torch.Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+def _home(p: torch.Tensor) -> tuple[Engine, Record]:
+    """The engine and the record of an optimizer's parameter."""
+    home = record_of(p)
+    if home is None:
+        raise ConfigError(
+            f"this optimizer holds a parameter of shape {tuple(p.shape)} that belongs to no prepared model; call offload.prepare(model, tiers) "
+            "before step() and load_state_dict(), or give other parameters an optimizer of torch's"
+        )
+    engine, record = home
+    if engine.closed:
+        raise OffloadError(f"the runtime that holds {record.name} was closed")
+    if not record.trained:
+        raise ConfigError(f"parameter {record.name} was frozen when prepare() ran, so it has no moments; set requires_grad before prepare()")
+    return home
+
+
+def _rests(values: _Values, record: Record, role: str) -> bool:
+    """Whether a moment is at rest where it belongs."""
+    value = values[role]
+    if not isinstance(value, AtRest) or value.chain or not isinstance(value.source, MomentSource):
+        return False
+    return value.source.record is record and value.source.role == role
+
+
+def _check_values(record: Record, values: _Values) -> None:
+    for role in ("step", *MOMENTS):
+        if role not in values:
+            raise ConfigError(f"the optimizer state of {record.name} has no {role}")
+    for role in MOMENTS:
+        value = values[role]
+        if not isinstance(value, torch.Tensor) or value.shape != record.shape:
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ConfigError(f"{role} of {record.name} in the optimizer state is {shape}, the parameter {tuple(record.shape)}")
+        if isinstance(value, AtRest) and isinstance(value.source, MomentSource) and not value.source.current:
+            raise ConfigError(
+                f"the {role} of {value.source.record.name} that this state has gave way to that of another optimizer, or to one loaded since: "
+                "a parameter has room for one set of moments. Step it by one optimizer, or load_state_dict() a copy of the state to go on with it"
+            )
+
+
+def _hyper(group: _Group, step: int) -> dict[str, float | int | bool]:
+    beta1, beta2 = group["betas"]
+    return {
+        "lr": float(group["lr"]), "beta1": float(beta1), "beta2": float(beta2), "eps": float(group["eps"]),
+        "weight_decay": float(group["weight_decay"]), "grad_scale": 1.0, "step": step,
+        "decoupled": bool(group["decoupled_weight_decay"]), "maximize": bool(group["maximize"]),
+    }  # fmt: skip
+
+
+def _refuse_unsupported(group: _Group) -> None:
+    for name in ("amsgrad", "capturable", "differentiable"):
+        if group.get(name):
+            raise ConfigError(f"{name} is not supported; leave it out")
+
+
+def _check_settings(lr: float | torch.Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise ValueError(f"lr must be a number or a tensor of one element, not of shape {tuple(lr.shape)}")
     for name, value in (("lr", float(lr)), ("eps", eps), ("weight_decay", weight_decay)):

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.planner.layout import DTYPE_BYTES, ParameterSpec, UnitSpec, round_up
+from offload.planner.layout import DTYPE_BYTES, ParameterSpec, UnitSpec
 
 VOCABULARY_RATIO = 8  # a matrix this much taller than wide is a table of a vocabulary, not a projection
-SLOT_ALIGN = 4096
 
 
 @dataclass(frozen=True)
@@ -95,18 +94,6 @@ def gradient_bytes(units: Sequence[UnitSpec], compute: str, grad: str) -> int:
 def working(units: Sequence[UnitSpec], batch: Batch | None, compute: str, grad: str, mode: str, device_budget: int) -> Working:
     slack = min(32 << 20, device_budget // 8)
     return Working(activation_bytes(units, batch, compute, mode), logits_bytes(units, batch), gradient_bytes(units, compute, grad), slack)
-
-
-def slot_bytes(unit: UnitSpec, compute: str) -> int:
-    """A unit's size in a slot: floating parameters in the compute dtype, each flat on a page."""
-    from offload.planner.layout import CHUNK_ALIGN, lay_out
-
-    layout = lay_out(unit, compute, 1 << 40)
-    total = 0
-    for flat in layout.flats:
-        size = DTYPE_BYTES[compute] if flat.dtype in ("fp32", "bf16", "fp16", "fp64") else DTYPE_BYTES[flat.dtype]
-        total += round_up(round_up(flat.numel, CHUNK_ALIGN) * size, SLOT_ALIGN)
-    return total
 
 
 def slot_sizes(sizes: Sequence[int], depth: int, copies: int) -> tuple[int, ...]:

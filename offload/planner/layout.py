@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 ALIGN = 256
 CHUNK_ALIGN = 4096
+PAGE = 4096
+FLOATING = ("fp32", "bf16", "fp16", "fp64")
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "int8": 1, "uint8": 1, "int16": 2, "int32": 4, "int64": 8, "bool": 1}
 
 
@@ -135,3 +137,16 @@ def lay_out(spec: UnitSpec, compute: str, chunk: int) -> UnitLayout:
     for dtype in sorted({p.dtype for p in spec.parameters if not p.trained}):
         flats.append(pack([(i, p.numel) for i, p in enumerate(spec.parameters) if not p.trained and p.dtype == dtype], dtype, False, chunk))
     return UnitLayout(spec, tuple(flats))
+
+
+def slot_starts(layout: UnitLayout, compute: str) -> tuple[int, ...]:
+    """The byte in a slot at which each of a unit's flats starts, and last where they end: floating ones in the compute dtype, each on a page."""
+    starts = [0]
+    for flat in layout.flats:
+        starts.append(starts[-1] + round_up(flat.numel * DTYPE_BYTES[compute if flat.dtype in FLOATING else flat.dtype], PAGE))
+    return tuple(starts)
+
+
+def slot_bytes(layout: UnitLayout, compute: str) -> int:
+    """A unit's size in a slot, as it is cut."""
+    return slot_starts(layout, compute)[-1]

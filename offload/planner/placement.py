@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from offload.config import Precision
 from offload.errors import ConfigError, PlanError
 from offload.planner import demand
-from offload.planner.layout import DTYPE_BYTES, Chunk, UnitLayout, UnitSpec, lay_out, round_up
+from offload.planner.layout import DTYPE_BYTES, Chunk, UnitLayout, UnitSpec, lay_out, round_up, slot_bytes
 
 PAGE = 4096
 TIERS = ("device", "host", "nvme")
@@ -245,7 +245,7 @@ def binds_in_place(layout: UnitLayout, tier: str, compute: str, direct: bool) ->
 def _with_slots(request: _Request, how: _Staging) -> Plan:
     """Tries without slots (all parameters where the device computes from them), then with ample ones, then with the fewest."""
     depth = 1 + max((u.depth for u in request.units), default=0)
-    sizes = [demand.slot_bytes(u, request.compute) for u in request.units]
+    sizes = [slot_bytes(lay_out(u, request.compute, how.chunk), request.compute) for u in request.units]
 
     def moved(tiers: Sequence[str], direct: bool) -> list[int]:
         layouts = [lay_out(u, request.compute, how.chunk) for u in request.units]
@@ -324,7 +324,7 @@ def _explain(request: _Request, short: _Short, batch: demand.Batch | None, activ
     element = state_element_bytes(request.own_master) + DTYPE_BYTES[request.grad] + DTYPE_BYTES[request.compute]
     total = sum(p.numel * (element if p.trained else DTYPE_BYTES[p.dtype]) for u in request.units for p in u.parameters)
     slots = sum(
-        demand.fewest_slots([demand.slot_bytes(u, request.compute) for u in request.units], 1 + max((u.depth for u in request.units), default=0))
+        demand.fewest_slots([slot_bytes(lay_out(u, request.compute, CHUNKS[0]), request.compute) for u in request.units], 1 + max((u.depth for u in request.units), default=0))
     )
     work = demand.working(request.units, batch, request.compute, request.grad, "recompute" if activations == "auto" else activations, cap.device)
     if short.tier == "device":
