@@ -87,12 +87,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["net", "llama", "convolutions"])
+@pytest.mark.parametrize("name", ["net", "llama", "convolutions", "gpt2", "transformer", "orthogonal"])
 def test_values_depend_on_seed_and_name_alone(prepared: Prepared, name: str) -> None:
-    make = MODELS[name]
+    make = MODELS.get(name, Net)
+    if name == "orthogonal":
+        make = lambda: nn.Sequential(nn.ModuleDict({"a": Orthogonal("orthogonal"), "b": Orthogonal("numpy")}), Reaching())  # noqa: E731
     first = values(prepared(on_meta(make), "host", keep=True, seed=3))
     settings: list[dict[str, Any]] = [
-        {"place": "nvme"}, {"place": "nvme", "device": "sim"}, {"place": None}, {"units": lambda m: isinstance(m, (nn.Linear, nn.Conv2d))},
+        {"place": "nvme"}, {"place": "nvme", "device": "sim"}, {"place": None}, {"units": lambda m: not any(True for _ in m.children())},
         {"units": [type(make())]},
         {"precision": BF16},
     ]  # fmt: skip
@@ -189,6 +191,8 @@ class Orthogonal(nn.Module):
                 self.weight.copy_(torch.randn(12, 12))
             elif self.how == "temporary":
                 self.weight.copy_(torch.empty(12, 12).normal_())
+            elif self.how == "numpy":
+                self.weight.copy_(torch.from_numpy(np.random.randn(12, 12)))
             elif self.how == "sparse":
                 nn.init.sparse_(self.weight, 0.5, std=1.0)
             elif self.how == "trunc":
@@ -202,7 +206,21 @@ class Orthogonal(nn.Module):
         return x @ self.weight
 
 
-@pytest.mark.parametrize("how", ["orthogonal", "randn", "temporary", "sparse", "trunc", "data", "set"])
+class Reaching(nn.Module):
+    """A rule that draws into its children, through tensors of its own, after theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(9, 9), nn.ModuleList([nn.Linear(9, 9), nn.Linear(9, 9, bias=False)])
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for linear in (self.one, *self.two):
+            nn.init.orthogonal_(linear.weight)
+        nn.init.normal_(self.one.bias, std=9.0)
+
+
+@pytest.mark.parametrize("how", ["orthogonal", "randn", "numpy", "temporary", "sparse", "trunc", "data", "set"])
 def test_rules_of_many_kinds_fill_and_differ(prepared: Prepared, how: str) -> None:
     def make() -> nn.Module:
         return nn.ModuleDict({"a": Orthogonal(how), "b": Orthogonal(how)})
@@ -216,6 +234,77 @@ def test_rules_of_many_kinds_fill_and_differ(prepared: Prepared, how: str) -> No
     same(again["a"].weight, a)
     if how == "orthogonal":
         assert torch.allclose(a @ a.t(), torch.eye(12), atol=1e-5)
+
+
+def test_rules_that_reach_into_children_come_after_theirs(prepared: Prepared) -> None:
+    twin = prepared(on_meta(Reaching), "host", keep=True, units=[nn.Linear])
+    for linear in (twin.one, *twin.two):
+        weight = plain(linear.weight)
+        assert torch.allclose(weight @ weight.t(), torch.eye(9), atol=1e-5)
+    assert float(plain(twin.one.bias).abs().max()) > 3
+    assert 0 < float(plain(twin.two[0].bias).abs().max()) <= 1 / 3
+
+
+def test_rules_leave_alone_what_has_a_value(prepared: Prepared) -> None:
+    """Values and buffers given before a unit's first use stay, whatever rules run later."""
+
+    class Norm(nn.BatchNorm1d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.last = Norm(5), nn.Linear(5, 5)
+
+        def reset_parameters(self) -> None:
+            for p in self.parameters():
+                nn.init.ones_(p)
+            self.norm.reset_parameters()
+
+    twin = prepared(on_meta(Model), "host", keep=True)
+    with torch.no_grad():
+        twin.norm.running_mean.fill_(2.0)
+        twin.norm.bias.copy_(torch.full((5,), 7.0))
+    assert bool((plain(twin.norm.weight) == 1).all()) and bool((plain(twin.last.bias) == 1).all())
+    assert bool((twin.norm.running_mean == 2).all()) and bool((plain(twin.norm.bias) == 7).all())
+
+
+def test_what_a_models_rule_leaves_its_modules_rules_fill(prepared: Prepared) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(30, 30), nn.LayerNorm(30)
+            self.apply(self._init_weights)
+
+        def _init_weights(self, module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.001)
+
+    twin = prepared(on_meta(Model), "host", keep=True)
+    assert 0.0008 < float(plain(twin.linear.weight).std()) < 0.0012
+    assert 0.05 < float(plain(twin.linear.bias).std()) < 0.2
+    assert bool((plain(twin.norm.weight) == 1).all()) and bool((plain(twin.norm.bias) == 0).all())
+
+
+def test_a_rule_that_needs_other_units_says_so(prepared: Prepared) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def reset_parameters(self) -> None:
+            nn.init.constant_(self.two.bias, float(self.one.weight.sum()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.two(self.one(x))
+
+    twin = prepared(on_meta(Model), "host", keep=True, units=[nn.Linear])
+    for _ in range(2):
+        with pytest.raises(offload.ConfigError, match=r"Model.*units="):
+            values(twin)
+    whole = prepared(on_meta(Model), "host", keep=True, units=[Model])
+    same(whole.two.bias, plain(whole.one.weight).sum().expand(3))
 
 
 def test_no_generator_outside_is_disturbed(prepared: Prepared) -> None:

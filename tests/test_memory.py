@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -182,6 +184,19 @@ def test_host_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "cgroup_memory_limit", lambda: 123 * MIB)
     assert limits.host_limits().usable == 123 * MIB
     assert limits.resident_bytes_max() >= limits.resident_bytes() // 2
+
+
+def test_peak_is_this_process_own() -> None:
+    """A process started by a large one has not that one's peak."""
+    script = """
+from offload.memory.limits import resident_bytes_max
+own = next(int(x.split()[1]) * 1024 for x in open("/proc/self/status") if x.startswith("VmHWM"))
+print(resident_bytes_max() - own)
+"""
+    block = torch.ones(64 * MIB)  # 256 MiB
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]).stdout
+    del block
+    assert abs(int(out)) < 16 * MIB
 
 
 def test_prepare_heeds_the_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

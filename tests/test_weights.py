@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 import offload
+from offload.checkpoint import weights
 
 
 @pytest.fixture
@@ -66,6 +67,49 @@ def test_weights_are_those_of_the_files(prepared: Prepared, tmp_path: Path, devi
 def _meta(**over: Any) -> Net:
     with torch.device("meta"):
         return Net(**over)
+
+
+@everywhere
+def test_a_tensor_comes_in_pieces(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, place: str) -> None:
+    """None held is larger than a piece; slots that hold a unit already follow."""
+    monkeypatch.setattr(weights, "PIECE", 100)
+    held = []
+    parts = weights.Stored.parts
+    monkeypatch.setattr(weights.Stored, "parts", lambda self, file: (held.append(p.numel()) or p for p in parts(self, file)))
+    want = net(seed=5)
+    for precision in (FP32, BF16):
+        for start in (net(seed=1), _meta()):
+            twin = prepared(start, place, device, keep=True, precision=precision)
+            if not start.embed.weight.is_meta:
+                twin(ids())
+            offload.load_pretrained(twin, write(tmp_path / "w", want))
+            same_models(twin, want)
+            after = prepared(net(seed=5), place, device, precision=precision)
+            same(twin(ids()), after(ids()))
+    assert max(held) == 100 and min(held) < 100
+
+
+def test_a_file_cut_while_it_is_read(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was loaded stays, the rest has its rule's values, and loading again mends it."""
+    directory = write(tmp_path / "w", net(seed=5, tied=False))
+    header = weights._header
+
+    def cut(path: Path) -> Any:
+        found = header(path)
+        path.write_bytes(path.read_bytes()[:-50])
+        return found
+
+    twin, fresh = prepared(_meta(tied=False), keep=True), prepared(_meta(tied=False), keep=True)
+    with monkeypatch.context() as patch, pytest.raises(offload.CheckpointError, match="in part"):
+        patch.setattr(weights, "_header", cut)
+        offload.load_pretrained(twin, directory)
+    stored = dict(net(seed=5, tied=False).named_parameters())
+    loaded = [n for n, p in twin.named_parameters() if torch.equal(plain(p), plain(stored[n]))]
+    assert 0 < len(loaded) < len(stored)
+    for n, p in twin.named_parameters():
+        same(p, stored[n] if n in loaded else dict(fresh.named_parameters())[n], n)
+    offload.load_pretrained(twin, write(tmp_path / "w", net(seed=5, tied=False)))
+    same_models(twin, net(seed=5, tied=False))
 
 
 def test_masters_follow(prepared: Prepared, tmp_path: Path) -> None:
@@ -170,6 +214,11 @@ SPOILS: dict[str, tuple[Any, str]] = {
     "shard is a directory": (
         lambda d: [(write(d, net(seed=5), 3) / "model-1.safetensors").unlink(), (d / "model-1.safetensors").mkdir()],
         r"model-1\.safetensors",
+    ),
+    "quantized": (lambda d: write(d, net(seed=5), blocks__1__up__weight=torch.ones(25, 12, dtype=torch.int8)), r"blocks\.1\.up\.weight.*I8"),
+    "eight bits": (
+        lambda d: write(d, net(seed=5), blocks__1__up__weight=torch.ones(25, 12).to(torch.float8_e4m3fn)),
+        r"blocks\.1\.up\.weight.*F8_E4M3",
     ),
     "index names what its file lacks": (lambda d: [write(d, net(seed=5), 3), _move(d)], r"blocks\.1\.up\.bias"),
 }  # fmt: skip

@@ -66,10 +66,10 @@ def _put(entry: Entry, value: torch.Tensor | None) -> None:
     module._parameters[entry.name] = value  # type: ignore[assignment]
     if isinstance(module, nn.RNNBase) and entry.name in module._flat_weights_names:  # its forward computes with a list of its own
         module._flat_weights[module._flat_weights_names.index(entry.name)] = value
-        module._flat_weight_refs = []
+        let_go(module)
 
 
 def let_go(module: nn.Module) -> None:
     """Drops a recurrent module's weak references to its parameters, by which it would notice new ones and have cuDNN move them."""
     if isinstance(module, nn.RNNBase):
-        module._flat_weight_refs = []
+        module._flat_weight_refs = [None] * len(module._flat_weights_names)

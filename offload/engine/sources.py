@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,11 +63,25 @@ class MomentSource:
 
 
 class GradientSource:
-    """A parameter's gradient at rest. It stands for one generation: a fresh start after it makes it stale."""
+    """A parameter's gradient at rest. It stands for one generation: a fresh start after it makes it stale.
+
+    It holds nothing that holds the parameter: `.grad` is a reference that no garbage collector sees.
+    """
 
     def __init__(self, record: Record, gradients: Gradients, generation: int) -> None:
-        self.record, self.gradients, self.generation = record, gradients, generation
+        self._gradients, self.number, self.generation = weakref.ref(gradients), record.number, generation
         self.shape, self.dtype = record.shape, record.dtype
+
+    @property
+    def gradients(self) -> Gradients:
+        there = self._gradients()
+        if there is None:
+            raise OffloadError("the model of this gradient is gone; keep a copy (.clone()) of what is needed longer")
+        return there
+
+    @property
+    def record(self) -> Record:
+        return self.gradients.records[self.number]
 
     @property
     def current(self) -> bool:

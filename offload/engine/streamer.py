@@ -11,6 +11,7 @@ output takes a soft lease and binds again, for checkpoints that call `forward` w
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
@@ -134,7 +135,7 @@ class Streamer:
                 keep(module.register_forward_hook(lambda m, a, o, u=unit.number: self._leave(m, u, o), always_call=True, prepend=True))
         for record in records:
             if record.trained:
-                keep(record.parameter.register_post_accumulate_grad_hook(lambda p, r=record: self.gradients.arrived(r)))
+                keep(record.parameter.register_post_accumulate_grad_hook(_arrival(record.number, self.gradients)))
         for module in model.modules():
             keep(module.register_load_state_dict_pre_hook(_copy_on_assign))
 
@@ -376,6 +377,18 @@ def _within_backward_of_checkpoint() -> bool:
             return True
         at = at.f_back
     return False
+
+
+def _arrival(number: int, gradients: Gradients) -> Callable[[torch.Tensor], None]:
+    """The hook of one parameter. It holds nothing that holds the parameter: autograd's own reference to it is one that no collector sees."""
+    weakly = weakref.ref(gradients)
+
+    def arrived(parameter: torch.Tensor) -> None:
+        there = weakly()
+        if there is not None:
+            there.arrived(there.records[number])
+
+    return arrived
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

@@ -85,5 +85,6 @@ def resident_bytes() -> int:
 
 
 def resident_bytes_max() -> int:
-    """The most this process ever had resident, as the kernel counted it."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """The most this process ever had resident, as the kernel counted it since exec (`ru_maxrss` would carry the parent's over)."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))

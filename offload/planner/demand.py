@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from offload.planner.layout import DTYPE_BYTES, ParameterSpec, UnitSpec
 
 VOCABULARY_RATIO = 8  # a matrix this much taller than wide is a table of a vocabulary, not a projection
+SLACK_MOST, SLACK_SHARE = 32 << 20, 8  # what estimates leave out: at most this, or this fraction of the device budget
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class Working:
-    """Bytes on the device by what holds them."""
+    """Bytes on the device by what holds them; `in_flight` is the part of `gradients` that may be on its way to the host at once."""
 
     activations: int
     logits: int
     gradients: int
     slack: int
+    in_flight: int
 
     @property
     def total(self) -> int:
@@ -80,42 +82,50 @@ def logits_bytes(units: Sequence[UnitSpec], batch: Batch | None) -> int:
     return rows * min(batch.loss_tokens or batch.total, batch.total) * 14
 
 
-def gradient_bytes(units: Sequence[UnitSpec], compute: str, grad: str) -> int:
-    """Gradients not yet moved: the largest parameter's, three times over where uses of it are summed on the device.
+def gradient_bytes(units: Sequence[UnitSpec], compute: str, grad: str) -> tuple[int, int]:
+    """(gradients on the device, those of them that may be in flight at once): one parameter's is in flight at the least.
 
-    They are, unless gradients rest in the dtype they are computed in: then the first use's lands before the next.
+    Where gradients rest in another dtype than they are computed in, those of a shared parameter's uses are summed on the device first: two and their sum.
     """
+    trained = [p for u in units for p in u.parameters if p.trained]
+    summed = [p for p in trained if p.uses > 1 and grad != compute]
     size = DTYPE_BYTES[compute]
-    single = max((p.numel for u in units for p in u.parameters if p.trained), default=0)
-    shared = max((p.numel for u in units for p in u.parameters if p.trained and p.uses > 1), default=0)
-    return size * max(single, shared if grad == compute else 3 * shared)
+    in_flight = size * max((p.numel for p in trained if p not in summed), default=0)
+    return in_flight + 3 * size * max((p.numel for p in summed), default=0), in_flight
+
+
+def slack_bytes(device_budget: int) -> int:
+    return min(SLACK_MOST, device_budget // SLACK_SHARE)
+
+
+def budget_for(nbytes: int) -> int:
+    """The least device budget that leaves `nbytes` beside its slack."""
+    return min(nbytes + SLACK_MOST, -(-nbytes * SLACK_SHARE // (SLACK_SHARE - 1)))
 
 
 def working(units: Sequence[UnitSpec], batch: Batch | None, compute: str, grad: str, mode: str, device_budget: int) -> Working:
-    slack = min(32 << 20, device_budget // 8)
-    return Working(activation_bytes(units, batch, compute, mode), logits_bytes(units, batch), gradient_bytes(units, compute, grad), slack)
+    gradients, in_flight = gradient_bytes(units, compute, grad)
+    return Working(activation_bytes(units, batch, compute, mode), logits_bytes(units, batch), gradients, slack_bytes(device_budget), in_flight)
 
 
-def slot_sizes(sizes: Sequence[int], depth: int, copies: int) -> tuple[int, ...]:
-    """Slots for units of these sizes in bytes: classes by powers of two below the largest, `copies` of each class.
+def bound_at_once(units: Sequence[UnitSpec]) -> int:
+    """The greatest number of units whose parameters are bound at once, one module inside another."""
+    return max((u.depth + 1 + u.borrows for u in units), default=1)
 
-    `depth` is the greatest number of units open at once, one inside another; one slot more lets the next unit arrive.
+
+def slot_sizes(sizes: Sequence[int], at_once: int, copies: int) -> tuple[int, ...]:
+    """Slots for units of these sizes in bytes: by classes of powers of two, `copies` of each class, or as many as are bound at once and one more.
+
+    Fewer units never need more.
     """
-    left = sorted((s for s in sizes if s), reverse=True)
-    total = len(left)
-    slots: list[int] = []
-    while left:
-        top = left[0]
-        members = [s for s in left if 2 * s > top]
-        slots += [top] * min(len(members), copies)
-        left = left[len(members) :]
-    need = min(depth + 1, total)
-    while slots and len(slots) < need:
-        slots.append(slots[0])
+    classes: dict[int, list[int]] = {}
+    for size in sizes:
+        if size:
+            classes.setdefault(size.bit_length(), []).append(size)
+    slots = [max(members) for members in classes.values() for _ in range(min(len(members), max(copies, at_once + 1)))]
     return tuple(sorted(slots, reverse=True))
 
 
-def fewest_slots(sizes: Sequence[int], depth: int) -> tuple[int, ...]:
-    """The least that can work: as many slots as units open at once and one to fill ahead, the largest units'."""
-    left = sorted((s for s in sizes if s), reverse=True)
-    return tuple(left[: depth + 1])
+def fewest_slots(sizes: Sequence[int], at_once: int) -> tuple[int, ...]:
+    """The least that can work: as many slots as units are bound at once and one to fill ahead, the largest units'."""
+    return tuple(sorted((s for s in sizes if s), reverse=True)[: at_once + 1])

@@ -38,12 +38,16 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """Parameters that move together. `depth` counts the units whose modules enclose this one's."""
+    """Parameters that move together.
+
+    `depth` counts the units whose modules enclose this one's. `borrows` counts further units whose parameters are bound while it computes.
+    """
 
     name: str
     parameters: tuple[ParameterSpec, ...]
     depth: int = 0
     repeated: bool = False
+    borrows: int = 0
 
     @property
     def numel(self) -> int:
@@ -137,6 +141,18 @@ def lay_out(spec: UnitSpec, compute: str, chunk: int) -> UnitLayout:
     for dtype in sorted({p.dtype for p in spec.parameters if not p.trained}):
         flats.append(pack([(i, p.numel) for i, p in enumerate(spec.parameters) if not p.trained and p.dtype == dtype], dtype, False, chunk))
     return UnitLayout(spec, tuple(flats))
+
+
+def lay_out_all(specs: Sequence[UnitSpec], compute: str, chunk: int) -> tuple[UnitLayout, ...]:
+    """Layouts of all units; those of equal shape share their flats."""
+    seen: dict[tuple[tuple[int, str, bool], ...], tuple[Flat, ...]] = {}
+    out = []
+    for spec in specs:
+        shape = tuple((p.numel, p.dtype, p.trained) for p in spec.parameters)
+        if shape not in seen:
+            seen[shape] = lay_out(spec, compute, chunk).flats
+        out.append(UnitLayout(spec, seen[shape]))
+    return tuple(out)
 
 
 def slot_starts(layout: UnitLayout, compute: str) -> tuple[int, ...]:

@@ -96,7 +96,7 @@ class CudaDevice(Device):
 
         nbytes = source.numel() * source.element_size()
         self.moved["d2h"] += nbytes
-        return self._out.submit(run, nbytes)
+        return self._out.submit(run, nbytes, self.in_flight_bytes_most)
 
     def relieve(self) -> None:
         return None  # device memory is not resident memory

@@ -58,6 +58,7 @@ class Device(ABC):
     def __init__(self) -> None:
         self.moved = {"h2d": 0, "d2h": 0}
         self.resident_bytes_high = 1 << 62
+        self.in_flight_bytes_most = 1 << 62
 
     @abstractmethod
     def memory(self, nbytes: int) -> Arena:
@@ -69,7 +70,10 @@ class Device(ABC):
 
     @abstractmethod
     def send(self, source: torch.Tensor, land: Landing) -> Transfer:
-        """Starts moving a gradient to the host and lands it there; `source` is kept until then."""
+        """Starts moving a gradient to the host and lands it there; `source` is kept until then.
+
+        Waits first while those under way and this one come to more than `in_flight_bytes_most`; one alone always may go.
+        """
 
     def register(self, host: Arena) -> None:
         """Makes the host arena fit for fast copies, where that means anything."""
@@ -195,7 +199,7 @@ class SimDevice(Device):
     def send(self, source: torch.Tensor, land: Landing) -> Transfer:
         nbytes = source.numel() * source.element_size()
         self.moved["d2h"] += nbytes
-        return self._out.submit(lambda: land(source), nbytes)
+        return self._out.submit(lambda: land(source), nbytes, self.in_flight_bytes_most)
 
     def settle(self) -> None:
         self._in.drain()

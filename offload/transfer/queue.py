@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -64,7 +65,7 @@ class Pace:
 
 
 class SwapQueue:
-    """Runs submitted jobs in order on a thread of its own. `submit` waits while `bound` jobs are pending. `close()` drains."""
+    """Runs submitted jobs in order on a thread of its own. `submit` waits while `bound` jobs are pending, or too many bytes. `close()` drains."""
 
     def __init__(self, name: str, bound: int = 16, pace: Pace | None = None) -> None:
         self.name = name
@@ -72,23 +73,27 @@ class SwapQueue:
         self._bound = bound
         self._pace = pace or Pace()
         self._jobs: deque[_Job] = deque()
+        self._pending_bytes = 0
         self._changed = threading.Condition()
         self._demanded = 0  # waiters; a put-off transfer runs once there is one
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name=f"offload-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, run: Callable[[], None], nbytes: int) -> _Job:
+    def submit(self, run: Callable[[], None], nbytes: int, pending_bytes_most: int | None = None) -> _Job:
+        """Queues a transfer of `nbytes`, first waiting until it and what is pending come to no more than `pending_bytes_most`, or nothing is pending."""
+        room = math.inf if pending_bytes_most is None else pending_bytes_most - nbytes
         job = _Job(self, run, nbytes)
         with self._changed:
             if self._closing:
                 raise RuntimeError(f"the {self.name} queue is closed")
             self._demanded += 1  # a full queue demands its head
             self._changed.notify_all()
-            while len(self._jobs) >= self._bound:
+            while len(self._jobs) >= self._bound or (self._jobs and self._pending_bytes > room):
                 self._changed.wait()
             self._demanded -= 1
             self._jobs.append(job)
+            self._pending_bytes += nbytes
             self._changed.notify_all()
         return job
 
@@ -128,6 +133,7 @@ class SwapQueue:
             job.run()
             with self._changed:
                 self._jobs.popleft()
+                self._pending_bytes -= job.nbytes
                 self.moved_bytes += job.nbytes
                 job.done = True
                 self._changed.notify_all()
