@@ -24,26 +24,32 @@ from offload.transfer.device import CpuDevice, Device, SimDevice
 RELIEVE_ABOVE = 0.5  # of what the device budget leaves beside state and slots, where it is RAM
 
 
-def make_device(device: str | Device | None) -> Device:
-    """`None` picks CUDA where there is one, else the CPU."""
+def _device_kind(device: str | Device | None) -> Device | type[Device]:
+    """The device itself, or its class; `None` picks CUDA where there is one, else the CPU."""
     if isinstance(device, Device):
         return device
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cpu":
-        return CpuDevice()
-    if name == "sim":
-        return SimDevice()
     if name == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError('device "cuda": torch sees no CUDA device here; use "cpu", or install a CUDA build of torch')
         from offload.transfer.cuda import CudaDevice
 
-        return CudaDevice()
-    raise ConfigError(f'device "{name}" is unknown; use "cuda", "cpu" or "sim"')
+        return CudaDevice
+    if name not in ("cpu", "sim"):
+        raise ConfigError(f'device "{name}" is unknown; use "cuda", "cpu" or "sim"')
+    return CpuDevice if name == "cpu" else SimDevice
 
 
-def _capacities(tiers: Tiers, device: Device) -> Capacities:
-    return Capacities(tiers.device, tiers.host, tiers.nvme_bytes, device.rests, device.direct)
+def make_device(device: str | Device | None) -> Device:
+    """The device of that name, made now; one that exists is given back."""
+    kind = _device_kind(device)
+    if isinstance(kind, Device):
+        return kind
+    if kind.name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('device "cuda": torch sees no CUDA device here; use "cpu", or install a CUDA build of torch')
+    return kind()
+
+
+def _capacities(tiers: Tiers, device: Device | type[Device]) -> Capacities:
+    return Capacities(tiers.device, tiers.host, tiers.nvme_bytes, device.rests, device.direct, tuple(size for _, size in tiers.nvme))
 
 
 def _batch(batch: tuple[int, int] | Batch | None) -> Batch | None:
@@ -51,7 +57,7 @@ def _batch(batch: tuple[int, int] | Batch | None) -> Batch | None:
 
 
 def plan(
-    model: nn.Module, tiers: Tiers, *, device: str | None = None, precision: Precision | None = None, activations: str = "auto",
+    model: nn.Module, tiers: Tiers, *, device: str | Device | None = None, precision: Precision | None = None, activations: str = "auto",
     units: Units = "auto", place: dict[str, str] | None = None, batch: tuple[int, int] | Batch | None = None, accumulate: int = 1,
 ) -> Plan:  # fmt: skip
     """What would go where, without allocating anything; a model on the meta device is enough.
@@ -60,11 +66,9 @@ def plan(
     """
     precision = precision or Precision()
     refuse_later(precision=precision, activations=activations)
-    chosen = CpuDevice if device in (None, "cpu") and not (device is None and torch.cuda.is_available()) else SimDevice if device == "sim" else None
-    capacities = Capacities(tiers.device, tiers.host, tiers.nvme_bytes, chosen.rests if chosen else False, chosen.direct if chosen else False)
     return plan_units(
         [f.spec() for f in discover(model, units)],
-        capacities,
+        _capacities(tiers, _device_kind(device)),
         precision,
         place=place,
         batch=_batch(batch),
@@ -107,6 +111,7 @@ def prepare(
         _check_machine(made, target)
         _core.tune_malloc()
         held = made.resting["device"] + sum(made.slots)
+        target.in_flight_bytes_most = made.working.in_flight
         target.resident_bytes_high = base_bytes() + made.peak_bytes["host"] + held + int(RELIEVE_ABOVE * (tiers.device - held))
         Engine(model, found, made, tiers, target, seed)
     except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from offload.config import Precision, parse_size
 from offload.errors import ConfigError, PlanError
 from offload.planner import demand
 from offload.planner.layout import ALIGN, CHUNK_ALIGN, DTYPE_BYTES, ParameterSpec, UnitSpec, lay_out, slot_bytes
-from offload.planner.placement import Capacities, Plan, chunks_of, gradient_chunk_bytes, plan_units, state_chunk_bytes
+from offload.planner.placement import Capacities, Plan, chunks_of, gradient_chunk_bytes, nvme_extents, plan_units, state_chunk_bytes
 
 SETTINGS = settings(max_examples=60, deadline=None)
 PAGE = 4096
@@ -231,6 +232,64 @@ def test_hottest_roles_are_nearest() -> None:
     assert max(near[t] for t in plan.parameter) <= min(near[t] for u in plan.state for t in u)
     assert plan.resting["nvme"] > 0
     assert plan.describe()["parameter"]["nvme"] == 0
+
+
+@given(unit_specs(), capacities, computes)
+@SETTINGS
+def test_what_comes_later_never_rests_nearer(units: list[UnitSpec], cap: Capacities, compute: str) -> None:
+    plan = attempt(units, cap, compute)
+    if plan is not None:
+        near = {"device": 0, "host": 1, "nvme": 2}
+        small_first = sorted(range(len(units)), key=lambda u: sum(f.nbytes for f in plan.layouts[u].flats))
+        tiers = [near[plan.parameter[u]] for u in small_first] + [near[t] for role in (plan.gradient, plan.state) for unit in role for t in unit]
+        assert tiers == sorted(tiers)
+
+
+@given(unit_specs(), st.lists(st.integers(0, 800 << 10), min_size=2, max_size=5), computes)
+@SETTINGS
+def test_drives_hold_what_is_planned(units: list[UnitSpec], drives: list[int], compute: str) -> None:
+    """Shards allocated whole, as a swap space does, find room; a plan that is refused would have found none."""
+    cap = Capacities(8 * MIB, 2 * MIB, sum(drives), False, False, tuple(drives))
+    plan, whole = attempt(units, cap, compute), attempt(units, replace(cap, nvme=64 * MIB, drives=()), compute)
+    made = plan or whole
+    if made is None or not sum(drives):
+        return
+    left, turn = list(drives), 0
+    for nbytes in nvme_extents(made):
+        fits = [d % len(left) for d in range(turn, turn + len(left)) if left[d % len(left)] >= nbytes]
+        if not fits:
+            assert plan is None
+            return
+        left[fits[0]] -= nbytes
+        turn = fits[0] + 1
+    assert plan is not None
+
+
+@pytest.mark.parametrize("borrows", [0, 1, 3])
+@pytest.mark.parametrize("device", [40, 64])
+def test_units_bound_at_once_have_slots(borrows: int, device: int) -> None:
+    """A unit that binds parameters of several others finds a slot for each, and one is left to fill ahead."""
+    units = [UnitSpec(f"u{i}", (ParameterSpec("w", 1 << 20, "fp32", True, 1, 1024),), 0, True, borrows if i == 7 else 0) for i in range(8)]
+    plan = plan_units(units, Capacities(device * MIB, 256 * MIB, 0, False, False), Precision(), place={"parameter": "host"})
+    assert len(plan.slots) >= borrows + 2
+    assert min(plan.slots) == 2 * MIB
+
+
+@pytest.mark.parametrize(("device", "direct", "flight"), [(64, False, 4), (13, False, 2), (64, True, 1)])
+def test_gradients_in_flight(device: int, direct: bool, flight: int) -> None:
+    """One at the least; more where the device has room and they are moved while others are computed."""
+    cap = Capacities(device * MIB, 256 * MIB, 0, False, direct)
+    plan = plan_units(BLOCKS, cap, Precision(), batch=demand.Batch(1, 1), place={"parameter": "host"}, activations="recompute")
+    assert 2 * MIB * flight <= plan.working.in_flight <= plan.working.gradients
+    assert plan.working.in_flight < 2 * MIB * (flight + 1)
+    assert plan.peak_bytes["device"] <= cap.device
+
+
+def test_sums_of_shared_gradients_are_counted_beside_those_in_flight() -> None:
+    shared = UnitSpec("embed", (ParameterSpec("e", 1 << 20, "fp32", True, 2, 256),))
+    other = UnitSpec("block", (ParameterSpec("w", 1 << 18, "fp32", True, 1, 512),))
+    assert demand.gradient_bytes([shared, other], "bf16", "bf16") == (2 << 20, 2 << 20)
+    assert demand.gradient_bytes([shared, other], "bf16", "fp32") == ((6 << 20) + (1 << 19), 1 << 19)
 
 
 # Refusals

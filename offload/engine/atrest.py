@@ -44,14 +44,6 @@ class Source(Protocol):
     def describe(self) -> str: ...
 
 
-class Summable(Protocol):
-    """A gradient's source: sums of uses and of micro-batches are made where they rest."""
-
-    def plus(self, other: Any) -> Source | None: ...
-
-    def add(self, other: Any) -> bool: ...
-
-
 _Step = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]
 
 

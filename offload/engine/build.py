@@ -15,7 +15,7 @@ from offload.errors import ConfigError
 from offload.memory.arena import Arena
 from offload.memory.shard import Shard
 from offload.memory.swap import SwapSpace
-from offload.planner.layout import DTYPE_BYTES, ParameterSpec, UnitSpec
+from offload.planner.layout import ParameterSpec, UnitSpec
 from offload.planner.placement import Plan, chunks_of, gradient_chunk_bytes, state_chunk_bytes
 
 
@@ -30,16 +30,20 @@ class Member:
 
 @dataclass
 class Found:
-    """A unit before it is planned: its module and those that ride with it. A parameter belongs to the first unit that holds it."""
+    """A unit before it is planned: its module and those that ride with it. A parameter belongs to the first unit that holds it.
+
+    `borrows` counts the units whose parameters it binds, or a unit around it does, beyond one for each of these.
+    """
 
     name: str
     modules: list[nn.Module]
     repeated: bool
     depth: int
     members: list[Member]
+    borrows: int = 0
 
     def spec(self) -> UnitSpec:
-        return UnitSpec(self.name, tuple(_spec(m) for m in self.members), self.depth, self.repeated)
+        return UnitSpec(self.name, tuple(_spec(m) for m in self.members), self.depth, self.repeated, self.borrows)
 
 
 def _spec(member: Member) -> ParameterSpec:
@@ -58,8 +62,11 @@ def discover(model: nn.Module, units: Units) -> list[Found]:
     tops = {id(part.module) for part in found}
     seen: dict[int, Member] = {}
     out: list[Found] = []
+    owners: list[set[int]] = []  # of each unit, the units whose parameters it binds
+    home: dict[int, int] = {}
     for part, depth in zip(found, depths(found), strict=True):
         members: list[Member] = []
+        owners.append(set())
         for sub in _own_modules(part.module, tops):
             for key, p in sub._parameters.items():
                 if p is None:
@@ -67,9 +74,15 @@ def discover(model: nn.Module, units: Units) -> list[Found]:
                 if id(p) not in seen:
                     seen[id(p)] = Member(names[id(p)], p, [])
                     members.append(seen[id(p)])
+                    home[id(p)] = len(out)
+                owners[-1].add(home[id(p)])
                 if not any(m is sub and k == key for m, k in seen[id(p)].uses):  # a module shared by several units is met again
                     seen[id(p)].uses.append((sub, key))
         out.append(Found(part.name, [part.module, *part.riders], part.repeated, depth, members))
+    inside = [{id(m) for m in part.module.modules()} for part in found]
+    for unit, part in zip(out, found, strict=True):
+        around = [own for own, modules in zip(owners, inside, strict=True) if id(part.module) in modules]
+        unit.borrows = max(0, len(set().union(*around)) - len(around))
     return out
 
 
@@ -128,7 +141,3 @@ def make_shards(units: Sequence[Unit], plan: Plan, host: Arena, device: Arena, s
 def arena_bytes(plan: Plan) -> dict[str, int]:
     """What each arena holds: state at rest, and slots or staging buffers."""
     return {"device": plan.resting["device"] + sum(plan.slots), "host": plan.resting["host"] + plan.frames * plan.frame_bytes}
-
-
-def element_bytes(dtype: torch.dtype) -> int:
-    return DTYPE_BYTES[DTYPE_NAMES[dtype]]

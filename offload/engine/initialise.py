@@ -1,15 +1,15 @@
 """Values for what was made on the meta device, by the architecture's own rules.
 
 [Note: rules]
-A module's rule is the nearest enclosing model's `_init_weights`, given the module; without one, its own `reset_parameters`. Rules run as
-at construction and as transformers applies them: a module's children first, then the module, up to the root, because a rule may reach
-into children. What `_init_weights` leaves is filled by `reset_parameters`. While rules run, only what is wanted is in memory; every other
-parameter and buffer is a stand-in on the meta device, which rules may write to in vain and cannot read.
+A module's rule is the nearest enclosing model's `_init_weights`, given the module; without one, its own `reset_parameters`. What
+`_init_weights` leaves is filled by `reset_parameters`. One module's parameters are filled at a time: by its rule, then by those of the modules
+around it from inside out, as at construction and as transformers applies them, because a rule may reach into children. Only that
+module's parameters are in memory meanwhile; all others are stand-ins on the meta device, which rules write to in vain and cannot read.
 
 [Note: seeded by name]
 Each random operation of a rule has a seed of its own, made of the run's seed, the name of the parameter it fills (where it draws into
-anything else, the name of the module whose rule it is) and the operation's number. So a parameter's values depend on nothing else: not
-on units, placement, or what was initialised before.
+anything else, the name of the module whose rule it is) and the operation's number. With [Note: rules], a parameter's values so depend on
+nothing else: not on units, placement, or what was initialised before.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,21 +34,17 @@ from offload.errors import ConfigError
 _OWN_RULES = ("reset_parameters", "_reset_parameters", "_init_weights")
 Rule = Callable[[], Any]
 RuleOf = Callable[[nn.Module, str], Rule | None]
+_Slot = dict[str, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A parameter or buffer to be filled: the module that holds it and its key there."""
+    """A parameter or buffer to be filled, by its key in its module."""
 
-    module: str
     key: str
     shape: torch.Size
     dtype: torch.dtype
     kind: str = "parameter"
-
-    @property
-    def name(self) -> str:
-        return f"{self.module}.{self.key}" if self.module else self.key
 
     @property
     def inexact(self) -> bool:
@@ -62,9 +59,9 @@ class _Wanted:
 
 
 class _Seeding(TorchDispatchMode):
-    """See [Note: seeded by name]. `names` has the parameters' and buffers' storages; `module` is the one whose rule runs."""
+    """See [Note: seeded by name]. `names` has the names of parameters and buffers by their storages' addresses."""
 
-    def __init__(self, seed: int, names: dict[int, str]) -> None:
+    def __init__(self, seed: int, names: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seed, self._names = seed, names
         self._count: dict[str, int] = {}
@@ -93,19 +90,27 @@ def derived_seed(seed: int, name: str, number: int) -> int:
 
 def initial_values(model: nn.Module, records: Sequence[Record], seed: int) -> dict[str, torch.Tensor]:
     """Values of these parameters by the rules, by name, in the declared dtypes. ConfigError naming a parameter that no rule fills."""
-    wanted = [_Wanted(*_split(r.name), r.shape, r.dtype) for r in records]
-    return _fill(model, wanted, (), seed)
+    groups: dict[str, list[_Wanted]] = {}
+    for r in records:
+        module, key = _split(r.name)
+        groups.setdefault(module, []).append(_Wanted(key, r.shape, r.dtype))
+    with _Stage(model, seed) as stage:
+        return {_join(module, key): value for module, wanted in groups.items() for key, value in _fill(stage, module, wanted).items()}
 
 
 def fill_buffers(model: nn.Module, seed: int) -> None:
-    """Makes every buffer that is on meta by the rules, module by module. Rules find the module's own parameters filled too."""
-    for name, module in model.named_modules():
-        missing = [_Wanted(name, k, b.shape, b.dtype, "buffer") for k, b in module._buffers.items() if b is not None and b.is_meta]
-        if missing:
-            own = [_Wanted(name, k, p.shape, p.dtype) for k, p in module._parameters.items() if p is not None]
-            values = _fill(model, missing, own, seed)
-            for w in missing:
-                module._buffers[w.key] = values[w.name]
+    """Makes every buffer that is on meta by the rules. Rules find the module's own parameters filled too."""
+    groups = {
+        name: [_Wanted(k, b.shape, b.dtype, "buffer") for k, b in module._buffers.items() if b is not None and b.is_meta]
+        for name, module in model.named_modules()
+    }
+    values: dict[str, dict[str, torch.Tensor]] = {}
+    with _Stage(model, seed) as stage:
+        for name, wanted in groups.items():
+            if wanted:
+                values[name] = _fill(stage, name, wanted)
+    for name, made in values.items():
+        model.get_submodule(name)._buffers.update(made)
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -113,96 +118,121 @@ def _split(name: str) -> tuple[str, str]:
     return module, key
 
 
-def _fill(model: nn.Module, wanted: Sequence[_Wanted], beside: Sequence[_Wanted], seed: int) -> dict[str, torch.Tensor]:
-    """Values of what is wanted; what is `beside` it is in memory meanwhile."""
+def _join(module: str, key: str) -> str:
+    return f"{module}.{key}" if module else key
+
+
+def _fill(stage: _Stage, module: str, wanted: Sequence[_Wanted]) -> dict[str, torch.Tensor]:
+    """Values of what is wanted of one module, by key."""
     values: dict[str, torch.Tensor] = {}
     for rule_of in (_architecture_rule, _own_rule):
-        left = [w for w in wanted if w.name not in values]
+        left = [w for w in wanted if w.key not in values]
         if left:
-            values |= _filled(model, left, beside, seed, rule_of)
+            values |= _filled(stage, module, left, rule_of)
     for w in wanted:
-        if w.name not in values:
-            module = model.get_submodule(w.module)
+        if w.key not in values:
+            kind = type(stage.model.get_submodule(module)).__name__
             raise ConfigError(
-                f"{w.kind} {w.name} of {type(module).__name__} was made on the meta device, and no reset_parameters() or _init_weights() fills "
-                f"it; give {type(module).__name__} a reset_parameters(), load weights before the first use, or make the module with real values"
+                f"{w.kind} {_join(module, w.key)} of {kind} was made on the meta device, and no reset_parameters() or _init_weights() fills it; "
+                f"give {kind} a reset_parameters(), load weights before the first use, or make the module with real values"
             )
     return values
 
 
-def _filled(model: nn.Module, wanted: Sequence[_Wanted], beside: Sequence[_Wanted], seed: int, rule_of: RuleOf) -> dict[str, torch.Tensor]:
+def _filled(stage: _Stage, module: str, wanted: Sequence[_Wanted], rule_of: RuleOf) -> dict[str, torch.Tensor]:
     """Values of those that rules fill whole. Integers are made twice over different blanks."""
     exact = [w for w in wanted if not w.inexact]
-    other = _apply(model, exact, [*wanted, *beside], seed, rule_of, ones=True) if exact else {}
-    values = _apply(model, wanted, [*wanted, *beside], seed, rule_of, ones=False)
+    other = stage.apply(module, exact, rule_of, ones=True) if exact else {}
+    values = stage.apply(module, wanted, rule_of, ones=False)
     for w in wanted:
-        value = values[w.name]
-        if bool(value.isnan().any()) if w.inexact else not torch.equal(value, other[w.name]):
-            del values[w.name]
+        value = values[w.key]
+        if bool(value.isnan().any()) if w.inexact else not torch.equal(value, other[w.key]):
+            del values[w.key]
     return values
 
 
-def _apply(model: nn.Module, kept: Iterable[_Wanted], real: Sequence[_Wanted], seed: int, rule_of: RuleOf, *, ones: bool) -> dict[str, torch.Tensor]:
-    """Runs the rules over what is `real` and returns what is `kept` of it."""
-    with _standing_in(model, real, ones) as names, _isolated(), _Seeding(seed, names) as seeding:
-        for name in _innermost_first(real):
-            rule = rule_of(model, name)
-            if rule is None:
-                continue
-            seeding.enter(name)
-            try:
-                rule()
-            except Exception as error:
-                raise ConfigError(
-                    f"the rule of {name or 'the root'} ({type(model.get_submodule(name)).__name__}) failed while it filled {real[0].name}: {error}. "
-                    "Rules are run unit by unit, when parameters of other units have no values: name a larger unit with units=[...], load "
-                    "weights before the first use, or make the model with real values"
-                ) from error
-        return {w.name: _slot(model.get_submodule(w.module), w.kind)[w.key].detach() for w in kept}  # type: ignore[union-attr]
+class _Stage(AbstractContextManager["_Stage"]):
+    """A model with stand-ins in place of all parameters and buffers, for a while; what it had comes back."""
 
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self.model, self.seed = model, seed
+        self._before: dict[tuple[int, str], tuple[_Slot, torch.Tensor]] = {}
+        self._names: dict[int, str] = {}
+        self._storages: list[torch.UntypedStorage] = []  # kept, as the address of one that is freed may come again
 
-def _innermost_first(wanted: Iterable[_Wanted]) -> list[str]:
-    """The modules that hold what is wanted and all that enclose them, each after those inside it."""
-    names = dict.fromkeys(w.module for w in wanted)
-    for name in list(names):
-        while name:
-            name = _split(name)[0]
-            names[name] = None
-    return sorted(names, key=lambda n: n.count(".") + bool(n), reverse=True)
-
-
-def _slot(module: nn.Module, kind: str) -> dict[str, torch.Tensor | None]:
-    return module._parameters if kind == "parameter" else module._buffers  # type: ignore[return-value]
-
-
-@contextmanager
-def _standing_in(model: nn.Module, real: Sequence[_Wanted], ones: bool) -> Iterator[dict[int, str]]:
-    """Blanks in place of what is `real`, stand-ins in place of the rest, for a while. Gives the names of their storages."""
-    wanted = {(w.module, w.kind, w.key): w for w in real}
-    holders = {w.module for w in real}
-    before: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
-    names: dict[int, str] = {}
-    try:
-        for name, module in model.named_modules():
-            for kind in ("parameter", "buffer"):
-                slot = _slot(module, kind)
-                for key, value in list(slot.items()):
-                    if value is None:
-                        continue
-                    place = wanted.get((name, kind, key))
-                    if place is not None:
-                        new = place.blank(ones)
-                    elif kind == "buffer" and name in holders and not value.is_meta:
-                        new = value.to("cpu", copy=True)  # a rule may read its module's buffers, and writes to them are not meant
-                    else:
+    def __enter__(self) -> _Stage:
+        for name, module in self.model.named_modules():
+            for kind, slot in _slots(module).items():
+                for key, value in slot.items():
+                    if value is not None:
+                        self._before[id(slot), key] = slot, value
                         new = torch.empty(value.shape, dtype=value.dtype, device="meta")
-                    names[new.untyped_storage()._cdata] = f"{name}.{key}" if name else key
-                    before.append((slot, key, value))
-                    slot[key] = nn.Parameter(new, value.requires_grad) if kind == "parameter" else new
-        yield names
-    finally:
-        for slot, key, value in before:
+                        self._names[new.untyped_storage()._cdata] = _join(name, key)
+                        self._storages.append(new.untyped_storage())
+                        slot[key] = _as(kind, new, value.requires_grad)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for (_, key), (slot, value) in self._before.items():
             slot[key] = value
+
+    def apply(self, name: str, wanted: Sequence[_Wanted], rule_of: RuleOf, *, ones: bool) -> dict[str, torch.Tensor]:
+        """What the rules of a module and of those around it make of `wanted`, by key."""
+        module = self.model.get_submodule(name)
+        with self._in_memory(name, module, wanted, ones) as names, _isolated(), _Seeding(self.seed, names) as seeding:
+            for around in _inside_out(name):
+                rule = rule_of(self.model, around)
+                if rule is None:
+                    continue
+                seeding.enter(around)
+                try:
+                    rule()
+                except Exception as error:
+                    raise ConfigError(
+                        f"the rule of {around or 'the root'} ({type(self.model.get_submodule(around)).__name__}) failed while it filled "
+                        f"{_join(name, wanted[0].key)}: {error}. Rules fill one module at a time and cannot read other modules' parameters: "
+                        "load weights before the first use, or make the model with real values"
+                    ) from error
+            return {w.key: _slots(module)[w.kind][w.key].detach() for w in wanted}  # type: ignore[union-attr]
+
+    @contextmanager
+    def _in_memory(self, name: str, module: nn.Module, wanted: Sequence[_Wanted], ones: bool) -> Iterator[Mapping[int, str]]:
+        """A module's own parameters as blanks and its buffers as copies. Gives the names of all storages."""
+        blanks = {(w.kind, w.key): w for w in wanted}
+        stand_ins = {kind: dict(slot) for kind, slot in _slots(module).items()}
+        names: dict[int, str] = {}
+        storages: list[torch.UntypedStorage] = []
+        try:
+            for kind, slot in _slots(module).items():
+                for key in [k for k, v in slot.items() if v is not None]:
+                    value = self._before[id(slot), key][1]
+                    if kind == "buffer" and not value.is_meta:
+                        new = value.to("cpu", copy=True)
+                    else:
+                        new = blanks.get((kind, key), _Wanted(key, value.shape, value.dtype)).blank(ones)
+                    names[new.untyped_storage()._cdata] = _join(name, key)
+                    storages.append(new.untyped_storage())
+                    slot[key] = _as(kind, new, value.requires_grad)
+            yield ChainMap(names, self._names)
+        finally:
+            for kind, slot in _slots(module).items():
+                slot.update(stand_ins[kind])
+
+
+def _inside_out(name: str) -> Iterator[str]:
+    """The module and those around it, the root last."""
+    yield name
+    while name:
+        name = _split(name)[0]
+        yield name
+
+
+def _slots(module: nn.Module) -> dict[str, _Slot]:
+    return {"parameter": module._parameters, "buffer": module._buffers}  # type: ignore[dict-item]
+
+
+def _as(kind: str, value: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    return nn.Parameter(value, requires_grad) if kind == "parameter" else value
 
 
 @contextmanager

@@ -177,12 +177,6 @@ class Slots:
         """Whether the unit is on the device or on its way."""
         return number in self._fixed or number in self.where
 
-    def peek(self, number: int) -> list[torch.Tensor] | None:
-        """The unit's flats where it is on the device already, else None."""
-        if number in self._fixed:
-            return self._fixed[number]
-        return self.resident(number) if number in self.where else None
-
     def forget(self) -> None:
         """What slots hold is no longer current, except under a firm lease."""
         for slot in self.slots:

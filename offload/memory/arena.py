@@ -56,6 +56,11 @@ class Arena:
         self._owner = os.getpid()
 
     @property
+    def whole(self) -> torch.Tensor:
+        """All of it, as one uint8 tensor."""
+        return self._memory
+
+    @property
     def used_bytes(self) -> int:
         return self._used
 

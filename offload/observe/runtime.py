@@ -14,7 +14,7 @@ from offload.engine.engine import Engine
 from offload.errors import ConfigError
 from offload.memory.limits import resident_bytes, resident_bytes_max
 from offload.observe.base import base_bytes
-from offload.planner.placement import Plan
+from offload.planner.placement import Plan, human
 
 BASE_BYTES_MOST = 768 << 20  # the interpreter with everything imported, where it was not measured
 
@@ -70,7 +70,7 @@ class Runtime:
         e = self._engine
         notes = [f"instruction set {_core.simd_level()}, {_core.default_threads()} threads"]
         if e.space is not None:
-            notes += [str(d) for d in e.space.describe()]
+            notes += [_swap_note(d) for d in e.space.describe()]
         return notes
 
     def _moved(self) -> dict[str, int]:
@@ -120,3 +120,8 @@ class Runtime:
     def close(self) -> None:
         """Gives back memory, files and threads; the model's parameters cannot be read afterwards."""
         self._engine.close()
+
+
+def _swap_note(file: dict[str, Any]) -> str:
+    how = "direct" if file["direct"] else f"buffered ({file['refusal'] or 'as asked'})"
+    return f"swap {file['path']}: {human(int(file['nbytes']))}, {file['engine']}, {how}, depth {file['queue_depth']}"

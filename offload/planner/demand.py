@@ -85,7 +85,8 @@ def logits_bytes(units: Sequence[UnitSpec], batch: Batch | None) -> int:
 def gradient_bytes(units: Sequence[UnitSpec], compute: str, grad: str) -> tuple[int, int]:
     """(gradients on the device, those of them that may be in flight at once): one parameter's is in flight at the least.
 
-    Where gradients rest in another dtype than they are computed in, those of a shared parameter's uses are summed on the device first: two and their sum.
+    Where gradients rest in another dtype than they are computed in, those of a shared parameter's uses are summed on the device first:
+    two and their sum.
     """
     trained = [p for u in units for p in u.parameters if p.trained]
     summed = [p for p in trained if p.uses > 1 and grad != compute]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 ALIGN = 256
 CHUNK_ALIGN = 4096
@@ -54,8 +55,7 @@ class UnitSpec:
         return sum(p.numel for p in self.parameters)
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """Elements [start, stop) of parameter number `parameter`, at element `offset` of the flat."""
 
     parameter: int
@@ -64,8 +64,7 @@ class Slice:
     offset: int
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Elements [start, stop) of a flat; the grain of updates and of NVMe traffic."""
 
     start: int

@@ -1,35 +1,52 @@
 """Where every shard rests, and what the run holds besides. Pure policy: sizes and budgets in, a Plan or a PlanError out.
 
-The device is filled first, then the host, then NVMe, the hottest role first: parameters (read in every pass), gradients
-(written and read once a step), then states (once each a step). Parameters are placed by unit, gradients and states by chunk.
+[Note: placement]
+Whatever is free is taken in one order, hottest role first: parameters (read in every pass; by unit, small ones first), gradients (written
+and read once a step; by chunk), states (once each a step; by chunk). Tiers are filled in one order: device, host, nvme. What comes later
+never rests nearer, so a larger budget never moves anything farther away.
+What the run holds besides could undo that: a larger budget also affords more slots and larger staging buffers. So each way to hold them
+serves a range of budgets, above which it uses no more than the range's end; of all ways the one that leaves least on nvme is taken, the
+ampler where they are equal. A plan depends on the nvme budget only in whether what rests there fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 from offload.config import Precision
 from offload.errors import ConfigError, PlanError
 from offload.planner import demand
-from offload.planner.layout import DTYPE_BYTES, Chunk, UnitLayout, UnitSpec, lay_out, round_up, slot_bytes
+from offload.planner.fill import ROLES, TIERS, Filled, Load, Room, Runs, Short, Sizes, fill, fixed_bytes, moved, sizes_of
+from offload.planner.layout import DTYPE_BYTES, PAGE, Chunk, UnitLayout, UnitSpec, lay_out_all, round_up
 
-PAGE = 4096
-TIERS = ("device", "host", "nvme")
 CHUNKS = tuple((1 << 20) >> i for i in range(7))  # elements a chunk, largest first
 FRAMES_MOST, FRAMES_LEAST = 8, 3
-FRAMES_SHARE = 5  # at most this fraction of the host budget is staging, where a smaller chunk allows it
+STAGING_SHARE = 5  # staging above the least takes at most this fraction of what the host has for it and for state that may rest anywhere
+SLOT_SHARE = 2  # as much for slots above the fewest, on a device where state may rest
+SLOT_COPIES = 3
+FLIGHT = 4  # gradients of the largest size that may be in flight at once, where the device has room for them
 
 
 @dataclass(frozen=True)
 class Capacities:
-    """Budgets in bytes. `rests`: state may rest in device memory and be updated there. `direct`: the device computes from host memory."""
+    """Budgets in bytes. `rests`: state may rest in device memory and be updated there. `direct`: the device computes from host memory.
+
+    `drives` divides the nvme budget, where there are several: no shard is divided between them.
+    """
 
     device: int
     host: int
     nvme: int
     rests: bool
     direct: bool
+    drives: tuple[int, ...] = ()
+
+    @property
+    def by_tier(self) -> dict[str, int]:
+        return {"device": self.device, "host": self.host, "nvme": self.nvme}
 
 
 @dataclass(frozen=True)
@@ -93,7 +110,7 @@ class Plan:
 
     def describe(self) -> dict[str, dict[str, int]]:
         """Bytes of each role on each tier."""
-        out = {role: dict.fromkeys(TIERS, 0) for role in ("parameter", "gradient", "optimizer")}
+        out = {role: dict.fromkeys(TIERS, 0) for role in ROLES}
         for u, unit in enumerate(self.layouts):
             out["parameter"][self.parameter[u]] += sum(f.nbytes for f in unit.flats)
             for i, chunk in enumerate(chunks_of(unit)):
@@ -118,31 +135,19 @@ def chunks_of(unit: UnitLayout) -> tuple[Chunk, ...]:
     return unit.trained.chunks if unit.trained else ()
 
 
-def human(n: int) -> str:
-    return f"{n / (1 << 30):.2f} GiB" if n >= 1 << 30 else f"{n / (1 << 20):.1f} MiB"
+def human(n: int, rounding: Callable[[float], float] = round) -> str:
+    size, name, digits = (1 << 30, "GiB", 2) if n >= 1 << 30 else (1 << 20, "MiB", 1)
+    return f"{rounding(n / size * 10**digits) / 10**digits:.{digits}f} {name}"
 
 
-class _Filler:
-    """Hands out what is left of each tier; a role fixed to a tier takes from that tier alone."""
-
-    def __init__(self, left: dict[str, int]) -> None:
-        self.left = left
-        self.taken = dict.fromkeys(TIERS, 0)
-
-    def put(self, nbytes: int, what: str, allowed: Sequence[str]) -> str:
-        size = round_up(nbytes, PAGE)
-        for tier in allowed:
-            if size <= self.left[tier]:
-                self.left[tier] -= size
-                self.taken[tier] += size
-                return tier
-        raise _Short(allowed[-1], what, size)
-
-
-class _Short(Exception):
-    def __init__(self, tier: str, what: str, nbytes: int) -> None:
-        super().__init__(what)
-        self.tier, self.what, self.nbytes = tier, what, nbytes
+def nvme_extents(plan: Plan) -> Iterator[int]:
+    """Bytes of each shard on nvme, in the order in which they are allocated."""
+    for u, unit in enumerate(plan.layouts):
+        if plan.parameter[u] == "nvme":
+            yield from (f.nbytes for f in unit.flats)
+        chunks = chunks_of(unit)
+        yield from (gradient_chunk_bytes(c, plan.grad) for c, tier in zip(chunks, plan.gradient[u], strict=True) if tier == "nvme")
+        yield from (state_chunk_bytes(c, plan.own_master) for c, tier in zip(chunks, plan.state[u], strict=True) if tier == "nvme")
 
 
 @dataclass(frozen=True)
@@ -155,30 +160,55 @@ class _Request:
     activations: str
     batch: demand.Batch | None
 
-    def allowed(self, role: str) -> tuple[str, ...]:
-        fixed = self.place.get(role)
-        if fixed is not None:
-            return (fixed,)
-        return TIERS if self.capacities.rests else TIERS[1:]
-
     @property
     def own_master(self) -> bool:
         return self.compute == "fp32"
 
+    @cached_property
+    def load(self) -> Load:
+        element = {"gradient": DTYPE_BYTES[self.grad], "optimizer": state_element_bytes(self.own_master)}
+        return Load(element, self.place, self.capacities.rests, self.capacities.direct)
+
+    @cached_property
+    def role_bytes(self) -> dict[str, int]:
+        """Bytes of each role without padding."""
+        trained = sum(p.numel for u in self.units for p in u.parameters if p.trained)
+        frozen = sum(p.numel * DTYPE_BYTES[p.dtype] for u in self.units for p in u.parameters if not p.trained)
+        return {"parameter": trained * DTYPE_BYTES[self.compute] + frozen} | {r: trained * n for r, n in self.load.element.items()}
+
+    def fixed(self, tier: str) -> int:
+        return sum(n for role, n in self.role_bytes.items() if self.place.get(role) == tier)
+
+    @cached_property
+    def at_once(self) -> int:
+        return demand.bound_at_once(self.units)
+
 
 @dataclass(frozen=True)
 class _Staging:
-    """What is tried: how activations are treated, what that needs of the device, and how NVMe traffic is staged."""
+    """How traffic with nvme is staged (no frames: there is none), and what this way may use of the host: its buffers and state at rest."""
 
-    mode: str
-    work: demand.Working
     chunk: int
     frames: int
+    frame_bytes: int
+    host: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.frames * self.frame_bytes
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    tier: str
+    need: int
+    work: demand.Working
+    slots: tuple[int, ...]
 
 
 def check_place(place: dict[str, str] | None, capacities: Capacities) -> dict[str, str]:
     for role, tier in (place or {}).items():
-        if role not in ("parameter", "gradient", "optimizer"):
+        if role not in ROLES:
             raise ConfigError(f'place: unknown role "{role}"; roles are parameter, gradient, optimizer')
         if tier not in TIERS:
             raise ConfigError(f'place.{role}: unknown tier "{tier}"; tiers are device, host, nvme')
@@ -189,82 +219,99 @@ def check_place(place: dict[str, str] | None, capacities: Capacities) -> dict[st
     return dict(place or {})
 
 
-def frame_element_bytes(request: _Request) -> int:
-    return state_element_bytes(request.own_master) + 4 + DTYPE_BYTES[request.compute]  # gradients as sums, fp32
+def _stagings(request: _Request) -> list[_Staging]:
+    """The ways to stage, ampler first: none at all, then with buffers."""
+    host, fixed = request.capacities.host, request.fixed("host")
+    element = state_element_bytes(request.own_master) + 4 + DTYPE_BYTES[request.compute]  # gradients as sums, fp32
+    largest = max((u.numel for u in request.units), default=1)
+    chunks = [c for c in CHUNKS if c <= round_up(largest, CHUNKS[-1])] or [CHUNKS[-1]]
+    ways = [(c, max(FRAMES_LEAST, frames)) for c in chunks for frames in (FRAMES_MOST, FRAMES_MOST * 3 // 4)]
+    ways += [(chunks[-1], max(FRAMES_LEAST, frames)) for frames in (FRAMES_MOST // 2, FRAMES_LEAST)]
+    ways = sorted(set(ways), key=lambda way: -way[0] * way[1])
+    out = [_Staging(c, 0, 0, host) for c in chunks]
+    ceiling = host
+    for chunk, frames in ways:
+        frame_bytes = round_up(chunk * element, PAGE)
+        if fixed + STAGING_SHARE * frames * frame_bytes <= host or (chunk, frames) == ways[-1]:
+            out.append(_Staging(chunk, frames, frame_bytes, min(host, ceiling)))
+        ceiling = fixed + STAGING_SHARE * frames * frame_bytes - 1
+    return out
 
 
-def _attempt(request: _Request, how: _Staging, slots: tuple[int, ...], bindable: bool) -> Plan:
-    """One way to lay everything out; raises _Short where it does not fit."""
-    cap, frames = request.capacities, how.frames
-    budgets = {"device": cap.device, "host": cap.host, "nvme": cap.nvme}
-    frame_bytes = round_up(how.chunk * frame_element_bytes(request), PAGE) if frames else 0
-    left = {"device": cap.device - how.work.total - sum(slots), "host": cap.host - frames * frame_bytes, "nvme": cap.nvme}
-    if left["device"] < 0:
-        raise _Short("device", "slots, activations, logits and gradients in flight", -left["device"])
-    if left["host"] < 0:
-        raise _Short("host", f"{frames} staging buffers", -left["host"])
-    if request.batch is None:  # activations are still to come
-        left["device"] = min(left["device"], cap.device // 2)
-    fill = _Filler(left)
-    layouts = tuple(lay_out(u, request.compute, how.chunk) for u in request.units)
-    resident = _bindable_tiers(request) if bindable else ()
-    parameter = []
-    for unit in layouts:
-        size = sum(f.nbytes for f in unit.flats)
-        parameter.append(fill.put(size, f"the parameters of {unit.spec.name}", resident or request.allowed("parameter")))
-    gradient = tuple(
-        tuple(fill.put(gradient_chunk_bytes(c, request.grad), f"gradients of {u.spec.name}", request.allowed("gradient")) for c in chunks_of(u))
-        for u in layouts
-    )
-    state = tuple(
-        tuple(
-            fill.put(state_chunk_bytes(c, request.own_master), f"optimizer state of {u.spec.name}", request.allowed("optimizer"))
-            for c in chunks_of(u)
-        )
-        for u in layouts
-    )
-    if not frames and fill.taken["nvme"]:
-        raise _Short("host", "staging buffers for what rests on nvme", 0)
-    return Plan(
-        layouts=layouts, compute=request.compute, grad=request.grad, own_master=request.own_master,
-        parameter=tuple(parameter), gradient=gradient, state=state, slots=slots, frames=frames, frame_bytes=frame_bytes,
-        activations=how.mode, asked=request.activations, batch=request.batch, working=how.work, resting=fill.taken, budgets=budgets,
-    )  # fmt: skip
+class _Search:
+    """The best of all ways to hold slots and staging."""
 
+    def __init__(self, request: _Request) -> None:
+        self._request = request
+        self._cuts: dict[int, tuple[tuple[UnitLayout, ...], Sizes]] = {}
+        self.best: tuple[_Staging, str, demand.Working, Filled] | None = None
+        self.refusals: list[_Refusal] = []
 
-def _bindable_tiers(request: _Request) -> tuple[str, ...]:
-    return tuple(t for t in request.allowed("parameter") if t == "device" or (t == "host" and request.capacities.direct))
+    def run(self, mode: str) -> None:
+        """Tries every way for one treatment of activations; one that cannot leave less on nvme than the best so far is left out."""
+        request = self._request
+        device = request.capacities.device
+        work = demand.working(request.units, request.batch, request.compute, request.grad, mode, device)
+        resting_most = max(0, device - work.total) if request.capacities.rests else 0
+        stagings = _stagings(request)
+        if not self._try(stagings[0], mode, work):
+            return  # with nothing staged and the largest chunks everything needs least
+        for staging in stagings[1:]:
+            host = staging.host - staging.nbytes
+            if host < request.fixed("host"):
+                self.refusals.append(_Refusal("host", staging.nbytes + request.fixed("host"), work, ()))
+                continue
+            least = max(request.fixed("nvme"), sum(request.role_bytes.values()) - resting_most - host)
+            if least < self._nvme() and (staging.frames or not least):
+                self._try(staging, mode, work)
 
+    def _nvme(self) -> float:
+        return self.best[3].taken["nvme"] if self.best is not None else math.inf
 
-def binds_in_place(layout: UnitLayout, tier: str, compute: str, direct: bool) -> bool:
-    """Whether the device computes from where the unit's parameters rest, with no slot."""
-    plain = all(f.dtype == compute or f.dtype not in ("fp32", "bf16", "fp16", "fp64") for f in layout.flats)
-    return plain and (tier == "device" or (tier == "host" and direct))
+    def cut(self, chunk: int) -> tuple[tuple[UnitLayout, ...], Sizes]:
+        if chunk not in self._cuts:
+            layouts = lay_out_all(self._request.units, self._request.compute, chunk)
+            self._cuts[chunk] = layouts, sizes_of(layouts, self._request.compute)
+        return self._cuts[chunk]
 
+    def _try(self, staging: _Staging, mode: str, work: demand.Working) -> bool:
+        """Whether device and host have room for what must be there."""
+        request, (_, sizes) = self._request, self.cut(staging.chunk)
+        device, possible = request.capacities.device, False
+        rest = device if request.batch is not None else device // 2  # activations are still to come
+        for slots_for, most, in_reach in self._slot_ways(sizes, device - work.total):
+            try:
+                filled = fill(sizes, request.load, Room(most, rest, staging.host - staging.nbytes), slots_for, in_reach)
+            except Short as short:
+                self.refusals.append(self._refusal(short, staging, work))
+                continue
+            possible = possible or filled is not None
+            if filled is not None and filled.taken["nvme"] < self._nvme() and (staging.frames or not filled.taken["nvme"]):
+                self.best = staging, mode, work, filled
+        return possible
 
-def _with_slots(request: _Request, how: _Staging) -> Plan:
-    """Tries without slots (all parameters where the device computes from them), then with ample ones, then with the fewest."""
-    depth = 1 + max((u.depth for u in request.units), default=0)
-    sizes = [slot_bytes(lay_out(u, request.compute, how.chunk), request.compute) for u in request.units]
+    def _slot_ways(self, sizes: Sizes, left: int) -> Iterator[tuple[Callable[[Sequence[int]], tuple[int, ...]], int, bool]]:
+        """(slots for units of such sizes, what they and state may take of the device, whether parameters must rest in reach), ampler first."""
+        request = self._request
+        load, at_once = request.load, request.at_once
+        ample = partial(demand.slot_sizes, at_once=at_once, copies=SLOT_COPIES)
+        fewest = partial(demand.fewest_slots, at_once=at_once)
+        fixed = fixed_bytes(sizes, load)["device"]
+        share = SLOT_SHARE if load.rests else 1
+        near = "device" if load.rests else "host" if load.direct else None
+        for tier in [load.place["parameter"]] if "parameter" in load.place else [near, "nvme"] if near else ["nvme"]:
+            moving = moved(sizes, load, [tier] * len(sizes.slot))
+            affordable_at = fixed + share * sum(ample(moving))
+            if affordable_at <= left:
+                yield ample, left, tier == near
+            if moving or affordable_at > left:
+                yield fewest, min(left, affordable_at - 1), tier == near
 
-    def moved(tiers: Sequence[str], direct: bool) -> list[int]:
-        layouts = [lay_out(u, request.compute, how.chunk) for u in request.units]
-        return [s for s, unit, tier in zip(sizes, layouts, tiers, strict=True) if not binds_in_place(unit, tier, request.compute, direct)]
-
-    if _bindable_tiers(request):
-        try:
-            converted = moved(["device"] * len(sizes), True)
-            return _attempt(request, how, demand.slot_sizes(converted, depth, 2), bindable=True)
-        except _Short:
-            pass
-    try:
-        plan = _attempt(request, how, demand.slot_sizes(sizes, depth, 3), bindable=False)
-    except _Short:
-        plan = _attempt(request, how, demand.fewest_slots(sizes, depth), bindable=False)
-    still = moved(plan.parameter, request.capacities.direct)
-    if len(still) < len(sizes):  # some rest where they compute: their slots are not needed
-        plan = replace(plan, slots=min((demand.slot_sizes(still, depth, 3), plan.slots), key=sum))
-    return plan
+    def _refusal(self, short: Short, staging: _Staging, work: demand.Working) -> _Refusal:
+        if short.tier == "host":
+            return _Refusal("host", short.nbytes + staging.nbytes, work, ())
+        need = demand.budget_for(work.total - work.slack + short.nbytes)
+        return _Refusal("device", need if self._request.batch is not None else max(need, 2 * short.rest), work, short.slots)
 
 
 def plan_units(
@@ -280,66 +327,79 @@ def plan_units(
     """The plan for these units under these budgets; PlanError says which tier is short, of what, by how much, and three ways out."""
     grad = "fp32" if accumulate > 1 else precision.grad
     request = _Request(tuple(units), capacities, precision.compute, grad, check_place(place, capacities), activations, batch)
-    modes = ("keep", "recompute") if activations == "auto" else (activations,)
-    short: _Short | None = None
-    best: Plan | None = None
-    for mode in modes:
-        work = demand.working(request.units, batch, precision.compute, grad, mode, capacities.device)
-        for chunk, frames in _stagings(request):
-            try:
-                plan = _with_slots(request, _Staging(mode, work, chunk, frames))
-            except _Short as e:
-                short = e
-                continue
-            if best is None or plan.resting["nvme"] < best.resting["nvme"]:
-                best = plan
-            break
-    if best is not None:
-        return best
-    if short is None:
-        raise PlanError("there is nothing to plan")
-    raise PlanError(_explain(request, short, batch, activations))
+    search = _Search(request)
+    for mode in ("keep", "recompute") if activations == "auto" else (activations,):
+        search.run(mode)
+    if search.best is None:
+        have = capacities.by_tier
+        raise PlanError(_explain(request, min(search.refusals, key=lambda r: r.need - have[r.tier])))
+    staging, mode, work, filled = search.best
+    plan = Plan(
+        layouts=search.cut(staging.chunk)[0], compute=request.compute, grad=grad, own_master=request.own_master, parameter=filled.parameter,
+        gradient=_expanded(filled.gradient), state=_expanded(filled.state), slots=filled.slots, frames=staging.frames,
+        frame_bytes=staging.frame_bytes, activations=mode, asked=activations, batch=batch, working=work, resting=filled.taken,
+        budgets=capacities.by_tier,
+    )  # fmt: skip
+    unplaced = _unplaced(plan, capacities)
+    if unplaced:
+        raise PlanError(_explain(request, _Refusal("nvme", capacities.nvme + unplaced, work, filled.slots)))
+    return _with_flight(plan, capacities)
 
 
-def _stagings(request: _Request) -> list[tuple[int, int]]:
-    """(chunk elements, frames) worth trying, best first: no staging at all, then large chunks while staging stays a small share."""
-    largest = max((u.numel for u in request.units), default=1)
-    chunks = [c for c in CHUNKS if c <= max(round_up(largest, CHUNKS[-1]), CHUNKS[-1])] or [CHUNKS[-1]]
-    tries = [] if "nvme" in request.place.values() else [(chunks[0], 0)]
-    if not request.capacities.nvme:
-        return tries
-    size = frame_element_bytes(request)
-    for share in (FRAMES_SHARE, 2, 1):
-        for chunk in chunks:
-            for frames in range(FRAMES_MOST, FRAMES_LEAST - 1, -1):
-                if frames * chunk * size <= request.capacities.host // share and (frames >= 5 or chunk <= chunks[-1] * 2 or share < FRAMES_SHARE):
-                    tries.append((chunk, frames))
-                    break
-    return tries or [(chunks[-1], FRAMES_LEAST)]
+def _expanded(runs: Sequence[Runs]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(tier for tier, count in unit for _ in range(count)) for unit in runs)
 
 
-def _explain(request: _Request, short: _Short, batch: demand.Batch | None, activations: str) -> str:
-    cap = request.capacities
-    have = {"device": cap.device, "host": cap.host, "nvme": cap.nvme}
-    element = state_element_bytes(request.own_master) + DTYPE_BYTES[request.grad] + DTYPE_BYTES[request.compute]
-    total = sum(p.numel * (element if p.trained else DTYPE_BYTES[p.dtype]) for u in request.units for p in u.parameters)
-    slots = sum(
-        demand.fewest_slots([slot_bytes(lay_out(u, request.compute, CHUNKS[0]), request.compute) for u in request.units], 1 + max((u.depth for u in request.units), default=0))
-    )
-    work = demand.working(request.units, batch, request.compute, request.grad, "recompute" if activations == "auto" else activations, cap.device)
+def _unplaced(plan: Plan, capacities: Capacities) -> int:
+    """Bytes that find no place on nvme, where each shard goes whole to the next drive in turn that has room."""
+    if len(capacities.drives) <= 1:
+        return max(0, plan.resting["nvme"] - capacities.nvme)
+    left, turn, unplaced = list(capacities.drives), 0, 0
+    for nbytes in nvme_extents(plan):
+        drive = next((d % len(left) for d in range(turn, turn + len(left)) if left[d % len(left)] >= nbytes), None)
+        if drive is None:
+            unplaced += nbytes
+            continue
+        left[drive] -= nbytes
+        turn = drive + 1
+    return unplaced
+
+
+def _with_flight(plan: Plan, capacities: Capacities) -> Plan:
+    """What is left of the device lets more gradients be in flight at once, where they are moved while others are computed."""
+    if plan.batch is None or capacities.direct:
+        return plan
+    spare = min(capacities.device - plan.peak_bytes["device"], (FLIGHT - 1) * plan.working.in_flight)
+    work = plan.working
+    return replace(plan, working=replace(work, gradients=work.gradients + spare, in_flight=work.in_flight + spare))
+
+
+def _explain(request: _Request, short: _Refusal) -> str:
+    cap, work = request.capacities, short.work
+    have = cap.by_tier
     if short.tier == "device":
-        parts = f"slots {human(slots)}, activations {human(work.activations)}, logits {human(work.logits)}, gradients {human(work.gradients)}"
-        need = f"{human(work.total + slots)} ({parts})"
-        less = "freeze or split the largest parameters" if activations != "keep" else 'set activations = "recompute"'
+        parts = (
+            f"slots {human(sum(short.slots))}, activations {human(work.activations)}, logits {human(work.logits)}, gradients {human(work.gradients)}"
+        )
+        if request.fixed("device"):
+            parts += f", state placed there {human(request.fixed('device'))}"
+        what = f" ({parts})"
+        less = 'set activations = "recompute"' if request.activations == "keep" else "freeze or split the largest parameters"
         ways = ("raise the device budget", "use a smaller batch or shorter sequences", less)
     elif short.tier == "host":
-        need = f"{human(have['host'] + short.nbytes)} or more, for {short.what}"
-        ways = ("raise the host budget", "name a directory under tiers.nvme", "let the planner choose (no place)")
+        fixed = request.fixed("host")
+        what = f" ({'staging buffers' if not fixed else f'staging buffers and state placed there, {human(fixed)}'})"
+        nvme = "place less on the host" if cap.nvme else "name a directory under tiers.nvme"
+        ways = ("raise the host budget", nvme, "let the planner choose (no place)" if fixed else "raise the device budget")
     else:
-        need = f"{human(have['nvme'] + short.nbytes)} or more, for {short.what}"
-        ways = ("raise the nvme budget or add a directory under tiers.nvme", "raise the host budget", "train fewer parameters (freeze some)")
+        what = " for what fits neither device nor host" if not request.fixed("nvme") else " for what is placed there or fits nowhere else"
+        if cap.drives and short.need - cap.nvme < sum(cap.drives):
+            what += ", each shard whole on one drive" if len(cap.drives) > 1 else ""
+        more = "raise the nvme budget or add a directory under tiers.nvme" if cap.nvme else "name a directory under tiers.nvme"
+        ways = (more, "raise the host budget", "train fewer parameters (freeze some)")
     return (
-        f"the {short.tier} tier is short: need {need}; have {human(have[short.tier])}. The whole state is {human(total)}; "
+        f"the {short.tier} tier is short: need {human(short.need, math.ceil)}{what}; have {human(have[short.tier], math.floor)}. "
+        f"The whole state is {human(sum(request.role_bytes.values()))}; "
         f"device + host + nvme are {human(cap.device)} + {human(cap.host)} + {human(cap.nvme)}. "
         f"Ways out: {ways[0]}; {ways[1]}; {ways[2]}."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,8 @@ from offload.memory.arena import Arena
 from offload.transfer.device import Copy, Device, Landing, _host_view, _through_frames
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import SwapQueue, Transfer
+
+log = logging.getLogger("offload")
 
 
 class CudaArena(Arena):
@@ -50,8 +53,17 @@ class CudaDevice(Device):
         self.compute = device or torch.device("cuda", torch.cuda.current_device())
         self._copy_in = torch.cuda.Stream(self.compute)
         self._copy_out = torch.cuda.Stream(self.compute)
+        self._pinned: int | None = None
         self._in = SwapQueue("h2d")
         self._out = SwapQueue("d2h")
+
+    def register(self, host: Arena) -> None:
+        """Pins the host arena at its exact size; where the system refuses, copies are slower and that is said."""
+        memory = host.whole
+        if memory.numel() and int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
+            self._pinned = memory.data_ptr()
+        elif memory.numel():
+            log.warning("the host arena of %d bytes could not be pinned (see `ulimit -l`): copies to the device are slower", memory.numel())
 
     def memory(self, nbytes: int) -> Arena:
         return CudaArena(nbytes, self.compute)
@@ -109,16 +121,6 @@ class CudaDevice(Device):
     def close(self) -> None:
         self._in.close()
         self._out.close()
-
-
-def pin(memory: torch.Tensor) -> bool:
-    """Registers an arena with CUDA, at its exact size; False where the system refuses."""
-    if not memory.numel():
-        return True
-    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-    return int(status) == 0
-
-
-def unpin(memory: torch.Tensor) -> None:
-    if memory.numel():
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        pinned, self._pinned = self._pinned, None
+        if pinned is not None:
+            torch.cuda.cudart().cudaHostUnregister(pinned)

@@ -175,7 +175,6 @@ class SimDevice(Device):
         super().__init__()
         self._in = SwapQueue("h2d", pace=Pace(h2d, seed))
         self._out = SwapQueue("d2h", pace=Pace(d2h, None if seed is None else seed + 1))
-        self._last_in: Transfer = Done()
 
     def memory(self, nbytes: int) -> Arena:
         return Arena("device", nbytes)

@@ -81,7 +81,7 @@ class SwapQueue:
         self._thread.start()
 
     def submit(self, run: Callable[[], None], nbytes: int, pending_bytes_most: int | None = None) -> _Job:
-        """Queues a transfer of `nbytes`, first waiting until it and what is pending come to no more than `pending_bytes_most`, or nothing is pending."""
+        """Queues a transfer of `nbytes`, first waiting until what is pending and it are no more than `pending_bytes_most`, or nothing is pending."""
         room = math.inf if pending_bytes_most is None else pending_bytes_most - nbytes
         job = _Job(self, run, nbytes)
         with self._changed:

@@ -1,0 +1,185 @@
+"""Fills the tiers in one order with what rests on them. Pure; see [Note: placement]."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+
+from offload.planner.layout import FLOATING, UnitLayout, slot_bytes
+
+TIERS = ("device", "host", "nvme")
+ROLES = ("parameter", "gradient", "optimizer")
+Runs = tuple[tuple[str, int], ...]  # (tier, chunks) in the order of the chunks
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Units as they are cut. By unit: bytes of the parameters at rest and in a slot, whether the device can compute from where they rest, and
+    the elements at which the trained flat's chunks end."""
+
+    parameter: tuple[int, ...]
+    slot: tuple[int, ...]
+    plain: tuple[bool, ...]
+    stops: tuple[tuple[int, ...], ...]
+
+
+def sizes_of(layouts: Sequence[UnitLayout], compute: str) -> Sizes:
+    return Sizes(
+        tuple(sum(f.nbytes for f in u.flats) for u in layouts),
+        tuple(slot_bytes(u, compute) for u in layouts),
+        tuple(all(f.dtype == compute or f.dtype not in FLOATING for f in u.flats) for u in layouts),
+        tuple(tuple(c.stop for c in u.trained.chunks) if u.trained else () for u in layouts),
+    )
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is to rest somewhere: bytes an element of a role's chunks, and the tiers of the roles that are fixed.
+
+    `rests`, `direct`: as in `Capacities`.
+    """
+
+    element: dict[str, int]
+    place: dict[str, str]
+    rests: bool
+    direct: bool
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes: on the device for slots and state at rest, how many of them may be state at rest, and on the host for state at rest."""
+
+    device: int
+    rest: int
+    host: int
+
+
+@dataclass(frozen=True)
+class Filled:
+    """Tiers by unit (parameters) and by unit and run of chunks (gradients, states), the slots that this needs, and bytes at rest by tier."""
+
+    parameter: tuple[str, ...]
+    gradient: tuple[Runs, ...]
+    state: tuple[Runs, ...]
+    slots: tuple[int, ...]
+    taken: dict[str, int]
+
+
+class Short(Exception):
+    """A tier has too little room, whatever goes elsewhere: `nbytes` of it would do, with `rest` of state at rest."""
+
+    def __init__(self, tier: str, nbytes: int, rest: int, slots: Sequence[int] = ()) -> None:
+        super().__init__(tier)
+        self.tier, self.nbytes, self.rest, self.slots = tier, nbytes, rest, tuple(slots)
+
+
+def fixed_bytes(sizes: Sizes, load: Load) -> dict[str, int]:
+    """Bytes of the roles that are fixed to a tier, by tier."""
+    elements = sum(stops[-1] for stops in sizes.stops if stops)
+    out = dict.fromkeys(TIERS, 0)
+    for role, tier in load.place.items():
+        out[tier] += sum(sizes.parameter) if role == "parameter" else elements * load.element[role]
+    return out
+
+
+def moved(sizes: Sizes, load: Load, tiers: Sequence[str]) -> list[int]:
+    """Slot bytes of the units that the device does not compute from where they rest."""
+    reach = {"device"} | ({"host"} if load.direct else set())
+    return [s for s, plain, tier in zip(sizes.slot, sizes.plain, tiers, strict=True) if not (plain and tier in reach)]
+
+
+def fill(sizes: Sizes, load: Load, room: Room, slots_for: Callable[[Sequence[int]], tuple[int, ...]], in_reach: bool) -> Filled | None:
+    """Everything's place. `slots_for` gives the slots for units of such sizes; fewer units never need more.
+
+    With `in_reach`, parameters that may rest anywhere must rest where the device computes from them, None where they cannot. Raises Short.
+    """
+    fixed = fixed_bytes(sizes, load)
+    if fixed["host"] > room.host:
+        raise Short("host", fixed["host"], fixed["host"])
+    left = Room(room.device - fixed["device"], min(room.rest, room.device) - fixed["device"], room.host - fixed["host"])
+    if "parameter" in load.place:
+        tiers = (load.place["parameter"],) * len(sizes.parameter)
+        slots, full = slots_for(moved(sizes, load, tiers)), 0
+        if sum(slots) > left.device or (fixed["device"] and left.rest < 0):
+            raise Short("device", fixed["device"] + sum(slots), fixed["device"], slots)
+    else:
+        chosen = _parameters(sizes, load, left, slots_for, in_reach)
+        if isinstance(chosen, Short):
+            if in_reach:
+                return None
+            raise Short("device", fixed["device"] + chosen.nbytes, fixed["device"], chosen.slots)
+        tiers, slots, full = chosen
+        if fixed["device"] and left.rest < 0:
+            raise Short("device", fixed["device"] + sum(slots), fixed["device"], slots)
+    taken = fixed
+    if "parameter" not in load.place:
+        for tier, nbytes in zip(tiers, sizes.parameter, strict=True):
+            taken[tier] += nbytes
+    rest = min(room.rest, room.device - sum(slots)) if load.rests else 0
+    chunks = _Chunks({"device": rest - taken["device"], "host": room.host - taken["host"]}, full if load.rests else max(full, 1), taken)
+    gradient, state = (
+        tuple(chunks.spread(stops, load.element[role], load.place.get(role)) for stops in sizes.stops) for role in ("gradient", "optimizer")
+    )
+    return Filled(tiers, gradient, state, slots, taken)
+
+
+def _parameters(
+    sizes: Sizes, load: Load, left: Room, slots_for: Callable[[Sequence[int]], tuple[int, ...]], in_reach: bool
+) -> tuple[tuple[str, ...], tuple[int, ...], int] | Short:
+    """(tiers by unit, slots, tiers that nothing later may use): as many units as can be on the device beside the others' slots, then on the host."""
+    count = len(sizes.parameter)
+    order = sorted(range(count), key=lambda u: sizes.parameter[u])
+    upto = [0, *accumulate(sizes.parameter[u] for u in order)]
+
+    def on_host(first: int) -> int:
+        return bisect_right(upto, upto[first] + max(0, left.host)) - 1
+
+    @cache
+    def slots_beyond(reach: int) -> tuple[int, ...]:
+        return slots_for([sizes.slot[u] for i, u in enumerate(order) if i >= reach or not sizes.plain[u]])
+
+    most = bisect_right(upto, left.rest) - 1 if load.rests else 0
+    for first in range(max(0, most), -1, -1):
+        end = on_host(first)
+        reach = end if load.direct else first
+        if in_reach and reach < count:
+            break
+        slots = slots_beyond(reach)
+        if upto[first] + sum(slots) <= left.device:
+            tiers = [""] * count
+            for i, u in enumerate(order):
+                tiers[u] = TIERS[0 if i < first else 1 if i < end else 2]
+            return tuple(tiers), slots, 0 if first == count else 1 if end == count else 2
+    slots = slots_beyond(on_host(0) if load.direct else 0)
+    return Short("device", sum(slots), 0, slots)
+
+
+class _Chunks:
+    """Places chunks in order, never nearer than one before; `left` is what tiers have left, `taken` counts what rests."""
+
+    def __init__(self, left: dict[str, int], at: int, taken: dict[str, int]) -> None:
+        self._left: list[float] = [left["device"], left["host"], math.inf]
+        self._at, self._taken = at, taken
+
+    def spread(self, stops: Sequence[int], element: int, fixed: str | None) -> Runs:
+        """Tiers of one unit's chunks of `element` bytes an element; what is `fixed` is counted already."""
+        if fixed is not None:
+            return ((fixed, len(stops)),)
+        runs, done = [], 0
+        while done < len(stops):
+            start = stops[done - 1] if done else 0
+            room = self._left[self._at]
+            end = len(stops) if room == math.inf else bisect_right(stops, start + room // element, lo=done)
+            if end > done:
+                nbytes = (stops[end - 1] - start) * element
+                self._left[self._at] -= nbytes
+                self._taken[TIERS[self._at]] += nbytes
+                runs.append((TIERS[self._at], end - done))
+                done = end
+            if done < len(stops):
+                self._at += 1
+        return tuple(runs)
