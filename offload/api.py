@@ -108,7 +108,7 @@ def prepare(
             activations=activations,
             accumulate=accumulate,
         )
-        _check_machine(made, target)
+        _check_machine(model, made, target)
         _core.tune_malloc()
         held = made.resting["device"] + sum(made.slots)
         target.in_flight_bytes_most = made.working.in_flight
@@ -120,11 +120,12 @@ def prepare(
     return model
 
 
-def _check_machine(made: Plan, device: Device) -> None:
-    """Refuses before allocating what this machine or its container cannot hold."""
+def _check_machine(model: nn.Module, made: Plan, device: Device) -> None:
+    """Refuses before allocating what this machine or its container cannot hold. The model's own memory is given back as it is taken over."""
     limits = host_limits()
     peak = made.peak_bytes
-    need = peak["host"] + (peak["device"] if device.name != "cuda" else 0) + (base_bytes() or resident_bytes())
+    own = resident_bytes() - sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
+    need = peak["host"] + (peak["device"] if device.name != "cuda" else 0) + max(own, base_bytes())
     if need > limits.usable:
         raise PlanError(
             f"the machine is short: the plan's memory and this process's own come to {human(need)}; usable here are {human(limits.usable)}"

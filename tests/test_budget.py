@@ -326,6 +326,7 @@ def test_model_that_is_dropped_goes(tmp_path: Path, device: str) -> None:
     threads = threading.active_count()
     model = offload.prepare(M.seeded(M.Order), M.tiers(tmp_path), place=M.placed("nvme"), device=device)
     loss(model).backward()
+    offload.runtime(model).synchronize()  # a transfer under way holds what it moves
     seen = weakref.ref(model)
     del model
     gc.collect()

@@ -115,9 +115,10 @@ class Engine:
 
     def _close_plan(self, inputs: list[torch.Tensor]) -> None:
         """At the first forward of a plan made without a batch: activations are planned for now, or refused before anything is computed."""
-        shape = next((x.shape for x in inputs if x.ndim > 1), None)
-        if self.plan.batch is None and shape is not None and torch.is_grad_enabled():
-            self.plan = self.plan.closed(Batch(shape[0], shape[1]))
+        first = next((x for x in inputs if x.ndim > 1), None)
+        if self.plan.batch is None and first is not None and torch.is_grad_enabled():
+            rows = first.shape[:-1].numel() if first.is_floating_point() else first.numel()  # features are no tokens
+            self.plan = self.plan.closed(Batch(first.shape[0], max(1, rows // max(1, first.shape[0]))))
             self.streamer.recompute = self.plan.activations == "recompute"
 
     # Values

@@ -194,19 +194,16 @@ class Slots:
         self.slots, self.where, self._fixed, self._by_storage, self._fixed_at = [], {}, {}, {}, {}
 
     def _choose(self, unit: Unit, firm: bool) -> Slot | None:
+        """The slot for a unit: of those that fit the smallest, as units inside it may need the larger; empty or longest unused among equals."""
         size = self.slot_bytes(unit)
-        fits = sorted((s for s in self.slots if s.memory.numel() >= size), key=lambda s: s.memory.numel())
-        empty = next((s for s in fits if s.unit is None), None)
-        if empty is not None:
-            return empty
-        idle = [s for s in fits if s.unit is not None and not self.uses[s.unit].firm and not self.uses[s.unit].soft]
-        if not firm:
+        fits = [s for s in self.slots if s.memory.numel() >= size]
+        free = [s for s in fits if s.unit is None or not (self.uses[s.unit].firm or self.uses[s.unit].soft)]
+        if not firm:  # ahead of need: nothing that is still arriving or was used last gives way, nor a much larger slot
             newest = max((s.used for s in self.slots), default=0)
-            idle = [s for s in idle if s.used < newest and s.arriving is None]
-            small = [s for s in idle if s.memory.numel() <= 2 * size]  # a small unit does not push a large one out ahead of need
-            return min(small, key=lambda s: s.used, default=None)
-        if idle:
-            return min(idle, key=lambda s: (s.memory.numel() > 2 * size, s.used))
+            free = [s for s in free if s.unit is None or (s.used < newest and s.arriving is None)]
+            free = [s for s in free if s.memory.numel() <= 2 * size]
+        if free or not firm:
+            return min(free, key=lambda s: (s.memory.numel(), s.unit is not None, s.used), default=None)
         soft = [s for s in fits if s.unit is not None and not self.uses[s.unit].firm]
         if soft:
             slot = min(soft, key=lambda s: s.used)

@@ -51,10 +51,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes: on the device for slots and state at rest, how many of them may be state at rest, and on the host for state at rest."""
+    """Bytes on the device for slots and state at rest, and on the host for state at rest; of what slots leave, 1/`share` is for state at rest."""
 
     device: int
-    rest: int
+    share: int
     host: int
 
 
@@ -70,11 +70,11 @@ class Filled:
 
 
 class Short(Exception):
-    """A tier has too little room, whatever goes elsewhere: `nbytes` of it would do, with `rest` of state at rest."""
+    """A tier has too little room, whatever goes elsewhere: `nbytes` of it would do."""
 
-    def __init__(self, tier: str, nbytes: int, rest: int, slots: Sequence[int] = ()) -> None:
+    def __init__(self, tier: str, nbytes: int, slots: Sequence[int] = ()) -> None:
         super().__init__(tier)
-        self.tier, self.nbytes, self.rest, self.slots = tier, nbytes, rest, tuple(slots)
+        self.tier, self.nbytes, self.slots = tier, nbytes, tuple(slots)
 
 
 def fixed_bytes(sizes: Sizes, load: Load) -> dict[str, int]:
@@ -99,27 +99,25 @@ def fill(sizes: Sizes, load: Load, room: Room, slots_for: Callable[[Sequence[int
     """
     fixed = fixed_bytes(sizes, load)
     if fixed["host"] > room.host:
-        raise Short("host", fixed["host"], fixed["host"])
-    left = Room(room.device - fixed["device"], min(room.rest, room.device) - fixed["device"], room.host - fixed["host"])
+        raise Short("host", fixed["host"])
+    left = Room(room.device - room.share * fixed["device"], room.share, room.host - fixed["host"])
     if "parameter" in load.place:
         tiers = (load.place["parameter"],) * len(sizes.parameter)
         slots, full = slots_for(moved(sizes, load, tiers)), 0
-        if sum(slots) > left.device or (fixed["device"] and left.rest < 0):
-            raise Short("device", fixed["device"] + sum(slots), fixed["device"], slots)
+        if sum(slots) > left.device:
+            raise Short("device", room.share * fixed["device"] + sum(slots), slots)
     else:
         chosen = _parameters(sizes, load, left, slots_for, in_reach)
         if isinstance(chosen, Short):
             if in_reach:
                 return None
-            raise Short("device", fixed["device"] + chosen.nbytes, fixed["device"], chosen.slots)
+            raise Short("device", room.share * fixed["device"] + chosen.nbytes, chosen.slots)
         tiers, slots, full = chosen
-        if fixed["device"] and left.rest < 0:
-            raise Short("device", fixed["device"] + sum(slots), fixed["device"], slots)
     taken = fixed
     if "parameter" not in load.place:
         for tier, nbytes in zip(tiers, sizes.parameter, strict=True):
             taken[tier] += nbytes
-    rest = min(room.rest, room.device - sum(slots)) if load.rests else 0
+    rest = (room.device - sum(slots)) // room.share if load.rests else 0
     chunks = _Chunks({"device": rest - taken["device"], "host": room.host - taken["host"]}, full if load.rests else max(full, 1), taken)
     gradient, state = (
         tuple(chunks.spread(stops, load.element[role], load.place.get(role)) for stops in sizes.stops) for role in ("gradient", "optimizer")
@@ -142,20 +140,20 @@ def _parameters(
     def slots_beyond(reach: int) -> tuple[int, ...]:
         return slots_for([sizes.slot[u] for i, u in enumerate(order) if i >= reach or not sizes.plain[u]])
 
-    most = bisect_right(upto, left.rest) - 1 if load.rests else 0
+    most = bisect_right(upto, left.device // left.share) - 1 if load.rests else 0
     for first in range(max(0, most), -1, -1):
         end = on_host(first)
         reach = end if load.direct else first
         if in_reach and reach < count:
             break
         slots = slots_beyond(reach)
-        if upto[first] + sum(slots) <= left.device:
+        if left.share * upto[first] + sum(slots) <= left.device:
             tiers = [""] * count
             for i, u in enumerate(order):
                 tiers[u] = TIERS[0 if i < first else 1 if i < end else 2]
             return tuple(tiers), slots, 0 if first == count else 1 if end == count else 2
     slots = slots_beyond(on_host(0) if load.direct else 0)
-    return Short("device", sum(slots), 0, slots)
+    return Short("device", sum(slots), slots)
 
 
 class _Chunks:

@@ -179,6 +179,11 @@ class _Request:
     def fixed(self, tier: str) -> int:
         return sum(n for role, n in self.role_bytes.items() if self.place.get(role) == tier)
 
+    @property
+    def share(self) -> int:
+        """Half of what the device has beside slots waits for the activations of a batch that is not known yet."""
+        return 1 if self.batch is not None else 2
+
     @cached_property
     def at_once(self) -> int:
         return demand.bound_at_once(self.units)
@@ -252,7 +257,7 @@ class _Search:
         request = self._request
         device = request.capacities.device
         work = demand.working(request.units, request.batch, request.compute, request.grad, mode, device)
-        resting_most = max(0, device - work.total) if request.capacities.rests else 0
+        resting_most = max(0, device - work.total) // request.share if request.capacities.rests else 0
         stagings = _stagings(request)
         if not self._try(stagings[0], mode, work):
             return  # with nothing staged and the largest chunks everything needs least
@@ -277,11 +282,10 @@ class _Search:
     def _try(self, staging: _Staging, mode: str, work: demand.Working) -> bool:
         """Whether device and host have room for what must be there."""
         request, (_, sizes) = self._request, self.cut(staging.chunk)
-        device, possible = request.capacities.device, False
-        rest = device if request.batch is not None else device // 2  # activations are still to come
-        for slots_for, most, in_reach in self._slot_ways(sizes, device - work.total):
+        possible = False
+        for slots_for, most, in_reach in self._slot_ways(sizes, request.capacities.device - work.total):
             try:
-                filled = fill(sizes, request.load, Room(most, rest, staging.host - staging.nbytes), slots_for, in_reach)
+                filled = fill(sizes, request.load, Room(most, request.share, staging.host - staging.nbytes), slots_for, in_reach)
             except Short as short:
                 self.refusals.append(self._refusal(short, staging, work))
                 continue
@@ -296,7 +300,7 @@ class _Search:
         load, at_once = request.load, request.at_once
         ample = partial(demand.slot_sizes, at_once=at_once, copies=SLOT_COPIES)
         fewest = partial(demand.fewest_slots, at_once=at_once)
-        fixed = fixed_bytes(sizes, load)["device"]
+        fixed = request.share * fixed_bytes(sizes, load)["device"]
         share = SLOT_SHARE if load.rests else 1
         near = "device" if load.rests else "host" if load.direct else None
         for tier in [load.place["parameter"]] if "parameter" in load.place else [near, "nvme"] if near else ["nvme"]:
@@ -310,8 +314,7 @@ class _Search:
     def _refusal(self, short: Short, staging: _Staging, work: demand.Working) -> _Refusal:
         if short.tier == "host":
             return _Refusal("host", short.nbytes + staging.nbytes, work, ())
-        need = demand.budget_for(work.total - work.slack + short.nbytes)
-        return _Refusal("device", need if self._request.batch is not None else max(need, 2 * short.rest), work, short.slots)
+        return _Refusal("device", demand.budget_for(work.total - work.slack + short.nbytes), work, short.slots)
 
 
 def plan_units(
