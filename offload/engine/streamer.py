@@ -194,9 +194,14 @@ class Streamer:
                     tensor.register_hook(lambda grad, u=number, rebind=call.within_checkpoint: self._enter_backward(u, rebind))
         return output if escaping else None
 
+    def _unit_under(self, tensor: torch.Tensor) -> int | None:
+        """The unit whose parameters on the device the tensor views."""
+        if isinstance(tensor, AtRest) or tensor.layout != torch.strided:
+            return None
+        return self.slots.unit_at(tensor.untyped_storage().data_ptr())
+
     def _on_device(self, tensor: torch.Tensor) -> bool:
-        plain = not isinstance(tensor, AtRest) and tensor.layout == torch.strided
-        return plain and self.slots.unit_at(tensor.untyped_storage().data_ptr()) is not None
+        return self._unit_under(tensor) is not None
 
     def _end_from(self, call: _Call) -> None:
         """Ends a call and whatever is still open inside it."""
@@ -221,6 +226,7 @@ class Streamer:
     def _lease(self, number: int) -> dict[int, list[torch.Tensor]]:
         for owner in self.owners[number]:
             self._ready(owner)
+        for owner in self.owners[number]:
             self.slots.uses[owner].firm += 1
         try:
             return {owner: self.slots.resident(owner) for owner in self.owners[number]}
@@ -261,7 +267,7 @@ class Streamer:
         slots = self.slots
 
         def pack(tensor: torch.Tensor) -> Any:
-            unit = None if isinstance(tensor, AtRest) else slots.unit_at(tensor.untyped_storage().data_ptr())
+            unit = self._unit_under(tensor)
             if unit is None:
                 return None, outer[0](tensor) if outer else tensor
             record = slots.record_at(unit, tensor)

@@ -89,20 +89,18 @@ def _blocks(model: nn.Module, units: Units) -> list[nn.Module]:
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:
-    """The outermost containers whose children are several modules of one class with parameters."""
+    """In the outermost containers, the children of a class that occurs there several times and has modules and parameters inside."""
     blocks: list[nn.Module] = []
     inside: set[int] = set()
     for module in model.modules():
         if id(module) in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
         children = list(module.children())
-        kinds = {type(c) for c in children}
-        heavy = all(any(True for _ in c.parameters()) for c in children)
-        deep = all(any(True for _ in c.children()) for c in children)
-        if len(children) > 1 and len(kinds) == 1 and heavy and deep:
-            blocks += children
-            for child in children:
-                inside.update(id(m) for m in child.modules())
+        for kind in {type(c): None for c in children}:
+            alike = [c for c in children if type(c) is kind]
+            if len(alike) > 1 and all(any(True for _ in c.children()) and any(True for _ in c.parameters()) for c in alike):
+                blocks += alike
+                inside.update(id(m) for c in alike for m in c.modules())
     return blocks
 
 
