@@ -42,7 +42,7 @@ void ThreadEngine::work() {
 int64_t ThreadEngine::attempt(const Piece& piece) {
   const iovec part{piece.at, piece.left};
   const auto from = static_cast<off_t>(piece.from);
-  const ssize_t moved = piece.transfer->is_write() ? ::pwritev2(piece.fd, &part, 1, from, piece.sync ? RWF_DSYNC : 0)
+  const ssize_t moved = piece.write ? ::pwritev2(piece.fd, &part, 1, from, piece.sync ? RWF_DSYNC : 0)
                                                    : ::preadv2(piece.fd, &part, 1, from, 0);
   return moved >= 0 ? moved : -errno;
 }
