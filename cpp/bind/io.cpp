@@ -193,7 +193,8 @@ void bind_engine(py::module_& m) {
       .def_property_readonly("stuck_after", [](const Engine& e) { return e.options().stuck_seconds; })
       .def(
           "counters", [](std::shared_ptr<Engine> e) { return counters_of({std::move(e)}); },
-          "Bytes, transfers (requests) and their pieces so far; pieces in flight and transfers waiting, now and at most; "
+          "Bytes, transfers (requests) and their pieces so far; pieces in flight and transfers waiting, now and at "
+          "most; "
           "percentiles of a piece's time with the kernel in microseconds, at most an eighth too high.")
       .def_static("counters_of", &counters_of, py::arg("engines"), "The counters of several engines together.")
       .def(

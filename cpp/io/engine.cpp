@@ -133,6 +133,7 @@ bool Engine::aim_or_fail(Piece& piece) {
     aim(piece);
     return true;
   } catch (const std::bad_alloc&) {
+    answered(piece);
     finish(piece, {Step::kFailed, ENOMEM, "no memory for a bounce buffer"});
     return false;
   }
@@ -158,9 +159,19 @@ bool Engine::take_waiting(Piece& piece) {
   return true;
 }
 
+void Engine::answered(Piece& piece) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto now = Clock::now();
+  progress_ = now;
+  const auto us = std::chrono::duration_cast<std::chrono::microseconds>(now - piece.asked_at).count();
+  (piece.write ? counters_.write_us : counters_.read_us).add(static_cast<uint64_t>(std::max<int64_t>(us, 0)));
+  flying_[piece.flying_index] = flying_.back();
+  flying_[piece.flying_index]->flying_index = piece.flying_index;
+  flying_.pop_back();
+}
+
 void Engine::finish(Piece& piece, const Outcome& kernel) {
   uint64_t verified = 0;
-  const auto now = Clock::now();
   const Outcome outcome = settled(piece, kernel, verified);
   const bool failed = outcome.step == Step::kFailed;
   if (failed) piece.transfer->fail(outcome.code, outcome.detail);
@@ -169,12 +180,6 @@ void Engine::finish(Piece& piece, const Outcome& kernel) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     transfer = std::move(piece.transfer);
-    flying_[piece.flying_index] = flying_.back();
-    flying_[piece.flying_index]->flying_index = piece.flying_index;
-    flying_.pop_back();
-    progress_ = now;
-    const auto us = std::chrono::duration_cast<std::chrono::microseconds>(now - piece.asked_at).count();
-    (piece.write ? counters_.write_us : counters_.read_us).add(static_cast<uint64_t>(std::max<int64_t>(us, 0)));
     ++counters_.pieces;
     counters_.retries += piece.retries;
     counters_.bytes_verified += verified;
@@ -223,8 +228,7 @@ void Engine::close() {
 }
 
 bool Engine::stuck() const {
-  return outstanding_ != 0 &&
-         Clock::now() - progress_ >= std::chrono::duration<double>(options_.stuck_seconds);
+  return outstanding_ != 0 && Clock::now() - progress_ >= std::chrono::duration<double>(options_.stuck_seconds);
 }
 
 std::string Engine::pending() const {

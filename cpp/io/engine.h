@@ -26,11 +26,11 @@ struct EngineOptions {
 
 // [Note: stuck]
 // A request that the kernel has can be neither cancelled for certain nor its memory given up: a stuck device may still
-// write to it. So a transfer is never failed for its age. Whoever waits is told, by an IoError with what is pending, and
-// may wait again; an engine that cannot be drained is leaked with its transfers and all they keep.
+// write to it. So a transfer is never failed for its age. Whoever waits is told, by an IoError with what is pending,
+// and may wait again; an engine that cannot be drained is leaked with its transfers and all they keep.
 
 // The part that all engines share. A subclass owns threads that `take` pieces, ask the kernel, `advance` them and hand
-// them back by `finish`; its destructor calls close().
+// them back by `answered` and `finish`; its destructor calls close().
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
   virtual ~Engine() = default;
@@ -38,8 +38,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Engine& operator=(const Engine&) = delete;
 
   // Returns at once unless `kBacklogMax` transfers already wait. `data` must stay valid until the transfer is done; it
-  // keeps `keep` till then. Throws std::out_of_range, std::runtime_error after close() and in a forked child, or IoError
-  // when it would wait for a stuck device.
+  // keeps `keep` till then. Throws std::out_of_range, std::runtime_error after close() and in a forked child, or
+  // IoError when it would wait for a stuck device.
   std::shared_ptr<Transfer> submit(std::shared_ptr<File> file, bool write, uint64_t offset, void* data, uint64_t nbytes,
                                    std::shared_ptr<void> keep = nullptr, Transfer::Callback callback = nullptr);
 
@@ -73,6 +73,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool take(Piece& piece);
   // The next piece, waiting for one; false when the engine closes.
   bool take_waiting(Piece& piece);
+  // The kernel has given its last answer for the piece, which goes to finish() next.
+  void answered(Piece& piece);
   // Hands back a piece that is done or failed and completes its transfer with its last one.
   void finish(Piece& piece, const Outcome& outcome);
 

@@ -13,13 +13,13 @@ struct Faults {
   double interrupt_rate = 0;  // share of attempts answered by EINTR or EAGAIN
   double delay_rate = 0;      // share of attempts delayed, and so overtaken by later ones
   unsigned delay_us_max = 0;
-  double reorder_rate = 0;  // share of attempts held back until others, up to 4, have overtaken them
+  double reorder_rate = 0;      // share of attempts held back until others, up to 4, have overtaken them
   double read_error_rate = 0;   // share of reads that fail with EIO
   double write_error_rate = 0;  // share of writes that fail with EIO or ENOSPC, maybe after a part was written
   double torn_rate = 0;         // share of writes of which a part is written and the whole reported
   double flip_rate = 0;         // share of reads that bring one wrong bit
-  int read_errno = 0;   // reads that touch the bad range fail with it
-  int write_errno = 0;  // writes that touch the bad range fail with it
+  int read_errno = 0;           // reads that touch the bad range fail with it
+  int write_errno = 0;          // writes that touch the bad range fail with it
   uint64_t bad_begin = 0;
   uint64_t bad_end = UINT64_MAX;
 };

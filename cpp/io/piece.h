@@ -14,11 +14,11 @@ namespace offload::io {
 
 // [Note: roads]
 // Direct: file range and memory are aligned, the kernel moves the caller's bytes.
-// Bounced: the range is aligned or, for a read, widened until it is; the bytes go through `bounce`. So do buffered reads
-// of a part of a block where the file keeps sums.
-// Buffered: the file does no direct I/O, or the piece is an edge of a write that covers a part of a block. The kernel
-// then merges the edge with the block's other bytes under the file's own lock, so two writes that share a block lose
-// nothing. Edges are written synchronously (RWF_DSYNC): their errors belong to this transfer, not to a later flush.
+// Bounced: the range is aligned or, for a read, widened until it is; the bytes go through `bounce`. So do buffered
+// reads of a part of a block where the file keeps sums. Buffered: the file does no direct I/O, or the piece is an edge
+// of a write that covers a part of a block. The kernel then merges the edge with the block's other bytes under the
+// file's own lock, so two writes that share a block lose nothing. Edges are written synchronously (RWF_DSYNC): their
+// errors belong to this transfer, not to a later flush.
 struct Piece {
   std::shared_ptr<Transfer> transfer;
   // What the transfer wants of this piece.

@@ -56,9 +56,9 @@ void Sums::forget(uint64_t begin, uint64_t end) {
     auto& list = found->second;
     const uint64_t from = std::max(begin, block * kBlock) - block * kBlock;
     const uint64_t to = std::min(end, (block + 1) * kBlock) - block * kBlock;
-    list.erase(std::remove_if(list.begin(), list.end(),
-                              [&](const Fragment& f) { return f.begin < to && from < f.end; }),
-               list.end());
+    list.erase(
+        std::remove_if(list.begin(), list.end(), [&](const Fragment& f) { return f.begin < to && from < f.end; }),
+        list.end());
     if (list.empty()) fragments_.erase(found);
   }
 }

@@ -14,9 +14,9 @@ struct Piece;
 
 // [Note: sums]
 // A sum covers an aligned block of 4096 bytes, or, where a transfer ends within one, the part that it wrote (a
-// fragment). Direct reads bring whole blocks anyway and buffered ones are widened to, so every read is compared with all
-// that was written of its blocks, however transfers cut them. A write of a part of a block forgets the sum of the whole:
-// its other bytes are unverified until they are written again. What this process has not written has no sum.
+// fragment). Direct reads bring whole blocks anyway and buffered ones are widened to, so every read is compared with
+// all that was written of its blocks, however transfers cut them. A write of a part of a block forgets the sum of the
+// whole: its other bytes are unverified until they are written again. What this process has not written has no sum.
 //
 // [Note: contested]
 // Bytes that two pieces move at once, one of them writing, are the callers' race: neither piece is compared or

@@ -34,6 +34,7 @@ void ThreadEngine::work() {
   while (take_waiting(piece)) {
     Outcome outcome{Step::kAgain};
     while (outcome.step == Step::kAgain) outcome = advance(piece, attempt(piece));
+    answered(piece);
     finish(piece, outcome);
     piece.bounce.release();
   }
@@ -43,7 +44,7 @@ int64_t ThreadEngine::attempt(const Piece& piece) {
   const iovec part{piece.at, piece.left};
   const auto from = static_cast<off_t>(piece.from);
   const ssize_t moved = piece.write ? ::pwritev2(piece.fd, &part, 1, from, piece.sync ? RWF_DSYNC : 0)
-                                                   : ::preadv2(piece.fd, &part, 1, from, 0);
+                                    : ::preadv2(piece.fd, &part, 1, from, 0);
   return moved >= 0 ? moved : -errno;
 }
 

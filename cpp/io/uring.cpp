@@ -32,7 +32,8 @@ constexpr uint64_t kPieceBytesLarge = 1u << 16;  // of which one is worth a syst
 
 class UringEngine final : public Engine {
  public:
-  explicit UringEngine(EngineOptions options) : Engine(options), pieces_(options.queue_depth) {
+  // One piece more than may be asked at once: the one whose sums are computed.
+  explicit UringEngine(EngineOptions options) : Engine(options), pieces_(options.queue_depth + 1) {
     event_fd_ = ::eventfd(0, EFD_CLOEXEC);
     if (event_fd_ < 0) throw Unavailable("no eventfd for io_uring: " + errno_text(errno));
     for (Piece& piece : pieces_) free_.push_back(&piece);
@@ -138,8 +139,9 @@ class UringEngine final : public Engine {
   bool refill() {
     bool asked = false;
     Piece* piece = nullptr;
-    while (!free_.empty() && take(*(piece = free_.back()))) {
+    while (asked_ < options().queue_depth && !free_.empty() && take(*(piece = free_.back()))) {
       free_.pop_back();
+      ++asked_;
       ask(*piece);
       asked = true;
     }
@@ -213,11 +215,13 @@ class UringEngine final : public Engine {
   void answer(Piece& piece, int result) {
     const Outcome outcome = advance(piece, result);
     if (outcome.step == Step::kAgain) return ask(piece);
-    // Its sums take a while, in which the device should have something to do.
+    --asked_;
+    answered(piece);
+    // Its sums take a while, in which the device should have all it can take.
     const bool slow = piece.nbytes >= kPieceBytesLarge && piece.transfer->file().sums() != nullptr;
+    if (slow && refill()) ::io_uring_submit(&ring_);
     finish(piece, outcome);
     free_.push_back(&piece);
-    if (slow && refill()) ::io_uring_submit(&ring_);
   }
 
   io_uring_sqe* entry() {
@@ -267,6 +271,7 @@ class UringEngine final : public Engine {
   bool orders_closed_ = false;
   std::vector<Piece> pieces_;
   std::vector<Piece*> free_;
+  unsigned asked_ = 0;  // pieces that the kernel has
   std::thread thread_;
 };
 

@@ -118,7 +118,8 @@ class Pipeline {
   std::thread* thread_ = nullptr;  // leaked in a forked child, where it does not exist
 };
 
-// Deletes a pipeline, but neither in a forked child nor when it cannot finish: a stuck device may still write to frames.
+// Deletes a pipeline, but neither in a forked child nor when it cannot finish: a stuck device may still write to
+// frames.
 void discard(Pipeline* pipeline);
 
 }  // namespace offload
