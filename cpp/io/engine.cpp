@@ -182,7 +182,7 @@ void Engine::finish(Piece& piece, const Outcome& kernel) {
     transfer = std::move(piece.transfer);
     ++counters_.pieces;
     counters_.retries += piece.retries;
-    counters_.bytes_verified += verified;
+    if (!failed) counters_.bytes_verified += verified;
     --transfer->pieces_flying_;
     if (failed && transfer->cut_ < transfer->nbytes_) {
       // Only the front can be cut in part; the rest of a failed transfer is not asked for.
