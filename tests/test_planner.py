@@ -6,11 +6,11 @@ import itertools
 import re
 from typing import Any
 
+import models as M
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import models as M
 import offload
 from offload.config import Precision, parse_size
 from offload.errors import ConfigError, PlanError

@@ -94,6 +94,7 @@ def _baselines(where: Path, nbytes: int, until: float) -> dict[str, dict[str, fl
 
 def measure_swap(directory: Path) -> dict[str, Any]:
     from offload.errors import OffloadError
+    from offload.memory.swap import SwapFile
     from offload.observe import measure
 
     start = time.monotonic()
@@ -107,7 +108,7 @@ def measure_swap(directory: Path) -> dict[str, Any]:
             rates["SwapFile, engine threads"] = measure.swap_rates(where, nbytes, 1, engine="threads", block=BLOCK, queue_depth=DEPTH, checksum=False)
         rates |= _baselines(where, nbytes // 2 // measure.PIECE * measure.PIECE, until)
         try:
-            with measure.SwapFile(where / "described", MIB, delete=True) as file:
+            with SwapFile(where / "described", MIB, delete=True) as file:
                 described = {k: v for k, v in file.describe().items() if k in ("engine", "direct", "refusal", "checksum")}
         except OffloadError as error:
             described = {"refusal": str(error)}

@@ -32,7 +32,8 @@ def _model() -> Any:
             q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(self.first(x)).chunk(3, dim=-1))
             mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + self.proj(mixed.transpose(1, 2).flatten(2))
-            return x + self.down(nn.functional.gelu(self.up(self.second(x))))
+            y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.second(x))))
+            return y
 
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(VOCAB, WIDTH), *(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, VOCAB, bias=False))
@@ -68,7 +69,7 @@ def _plain(device: str) -> Callable[[], float]:
 def _prepared(directory: str, place: dict[str, str], device: str) -> tuple[Callable[[], float], Any]:
     import offload
 
-    model = offload.prepare(_model(), offload.Tiers("3GiB", "2GiB", [(directory, "1GiB")]), place=place, batch=(BATCH, TOKENS))  # type: ignore[arg-type]
+    model = offload.prepare(_model(), offload.Tiers("3GiB", "2GiB", [(directory, "1GiB")]), place=place, batch=(BATCH, TOKENS))
     optimizer = offload.optim.AdamW(model.parameters(), lr=1e-4)
     runtime = offload.runtime(model)
     return _stepper(model, optimizer, runtime.synchronize, "cpu", autocast=False), runtime

@@ -54,7 +54,7 @@ def ratio(ours: list[float], theirs: list[float]) -> float:
 
 
 class SwapProbe:
-    """A file of `nbytes` (a multiple of `PIECE`) full of random data, moved in pieces of 32 MiB, eight in flight; "mixed" alternates reads and writes."""
+    """A file of `nbytes`, a multiple of `PIECE`, of random data, moved by the piece, eight in flight; "mixed" alternates reads and writes."""
 
     def __init__(self, path: Path, nbytes: int, **settings: Any) -> None:
         self.nbytes = nbytes
@@ -118,7 +118,7 @@ def swap_sweep(directory: Path, nbytes: int, settings: Iterable[tuple[int, int]]
 
     `settings`: pairs of block and depth, of which those not begun at `until` (`time.monotonic()`) are left out.
     """
-    rows = []
+    rows: list[dict[str, float]] = []
     buffers = random_buffers()
     for block, depth in settings:
         if rows and time.monotonic() > until:
@@ -149,7 +149,7 @@ def _timed(call: Callable[[], object], settle: Callable[[], object]) -> Callable
 
 
 def copy_rates(nbytes: int = 256 * MIB, rounds: int = 5) -> dict[str, float]:
-    """GB/s of copies. With CUDA: host to device and back, from pinned and from pageable memory; else through `sim`, whose device is this machine's RAM."""
+    """GB/s of copies. With CUDA: host to device and back, of pinned and of pageable memory; else to `sim`, whose device is this machine's RAM."""
     if torch.cuda.is_available():
         return _cuda_copies(nbytes, rounds)
     from offload.transfer.device import SimDevice
