@@ -42,7 +42,8 @@ def measure_copy() -> dict[str, Any]:
     from offload.observe.measure import copy_rates
 
     cuda = torch.cuda.is_available()
-    return {"device": torch.cuda.get_device_name() if cuda else "sim: no GPU here, copies within this machine's memory", "gb_per_second": copy_rates()}
+    device = torch.cuda.get_device_name() if cuda else "sim: no GPU here, copies within this machine's memory"
+    return {"device": device, "gb_per_second": copy_rates()}
 
 
 def _against_fio(where: Path, nbytes: int, until: float) -> tuple[dict[str, dict[str, float]], dict[str, float], dict[str, float]]:
@@ -174,7 +175,8 @@ def _tables(result: dict[str, Any]) -> Iterator[Any]:
         yield made
     if "step" in result:
         step = result["step"]
-        made = table(f"step: {step.get('parameters', 0):,} parameters, {step.get('tokens', 0)} tokens, {step.get('device', '')}", "", "s", "times as fast")
+        title = f"step: {step.get('parameters', 0):,} parameters, {step.get('tokens', 0)} tokens, {step.get('device', '')}"
+        made = table(title, "", "s", "times as fast")
         plain = step["seconds"].get("plain torch")
         for name, value in step["seconds"].items():
             made.add_row(name, _figure(value, ".3f"), _figure(plain / value if plain else None))
@@ -194,7 +196,8 @@ def _swap_tables(swap: dict[str, Any], table: Callable[..., Any]) -> Iterator[An
     made.add_row("cost of checksums", *(_figure(swap["checksum_cost"].get(op), ".1%") for op in ("read", "write", "mixed")))
     yield made
     best = swap["best"]
-    made = table(f"swap sweep: best with blocks of {best['block'] // 1024} KiB, depth {best['depth']}, GB/s", "block KiB", "depth", "read", "write", "mixed")
+    title = f"swap sweep: best with blocks of {best['block'] // 1024} KiB, depth {best['depth']}, GB/s"
+    made = table(title, "block KiB", "depth", "read", "write", "mixed")
     for row in swap["sweep"]:
         made.add_row(str(int(row["block"]) // 1024), str(int(row["depth"])), *(_figure(row[op]) for op in ("read", "write", "mixed")))
     yield made
@@ -230,6 +233,8 @@ def bench_command(what: str, path: str, as_json: bool) -> int:
     from rich.console import Console
 
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
     for made in _tables(result):
         console.print(made)
     console.print(f"measured in {result['seconds']} s" + (f", kept in {result['profile']}" if "profile" in result else ""), highlight=False)

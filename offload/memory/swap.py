@@ -52,7 +52,9 @@ def open_engine(engine: str = "auto", queue_depth: int = 32, block: int | str = 
     """A started `_core.Engine`.
 
     `engine`: "io_uring", "threads", or "auto", which is what OFFLOAD_IO names, else io_uring, else threads (said once in the log).
-    `queue_depth`: pieces in flight at once; `block`: bytes of a piece; `stuck_after`: seconds. ConfigError where one is unknown, out of range or not to be had.
+    `queue_depth`: pieces in flight at once; `block`: bytes of a piece; `stuck_after`: seconds.
+
+    ConfigError where one is unknown, out of range or not to be had.
     """
     chosen, source = engine, "engine"
     if engine == "auto" and os.environ.get("OFFLOAD_IO"):
@@ -134,7 +136,7 @@ class SwapFile:
         return bool(self._engine.register(tensor.data_ptr(), tensor.nbytes, tensor))
 
     def counters(self) -> dict[str, int]:
-        """So far: `bytes_read`, `bytes_written`, `bytes_verified` (of those read, compared with checksums), `requests` (transfers), `pieces`, `retries`.
+        """So far: `bytes_read`, `bytes_written`, `bytes_verified` (those compared with checksums), `requests` (transfers), `pieces`, `retries`.
 
         `in_flight`, `in_flight_max`: pieces that the kernel has, now and at most; `waiting`, `waiting_max`: transfers queued before it;
         `read_latency_us_p50`, `_p90`, `_p99`, `_max`, and `write_...`: a piece's time with the kernel, at most an eighth too high.
@@ -396,7 +398,8 @@ class SwapSpace:
 
     def register(self, address: int, nbytes: int, keep: object) -> bool:
         """Tells the kernel about memory that transfers will use; False where that is of no use or not allowed. `keep` lives until `close()`."""
-        return all([home.engine.register(address, nbytes, keep) for home in self._homes if home.engine is not None])
+        taken = [home.engine.register(address, nbytes, keep) for home in self._homes if home.engine is not None]
+        return bool(taken) and all(taken)
 
     def counters(self) -> dict[str, int]:
         """`nvme_read` and `nvme_write`, bytes moved since `open()`, and the rest as `SwapFile.counters`, all directories together.
