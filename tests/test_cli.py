@@ -67,7 +67,8 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "argv",
     [["train"], ["train", "RUN", "--outt", "x"], ["trian"], ["plan"], ["plan", "--params", "many"], ["plan", "--params", "-1"],
-     ["doctor", "--path", "/no/where"], ["bench"], ["bench", "swap", "--path", "x"], ["top", "DIR"], ["report", "DIR"], ["verify", "DIR"],
+     ["doctor", "--path", "/no/where"], ["bench", "disk"], ["bench", "swap", "--path", "/no/where"],
+     ["top", "DIR"], ["report", "DIR"], ["verify", "DIR"],
      ["export", "DIR", "OUT"], ["clean", "DIR", "--json"]],
 )  # fmt: skip
 def test_usage_errors(refused, argv: list[str]) -> None:  # type: ignore[no-untyped-def]

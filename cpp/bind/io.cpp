@@ -4,8 +4,10 @@
 #include <pybind11/stl.h>
 
 #include <cstring>
+#include <map>
 
 #include "io/channel.h"
+#include "io/checksum.h"
 #include "io/faults.h"
 #include "io/threads.h"
 #include "io/uring.h"
@@ -101,44 +103,74 @@ std::shared_ptr<T> owned(T* raw) {
   });
 }
 
-std::shared_ptr<Engine> make_engine(const std::string& kind, unsigned queue_depth, uint64_t block,
-                                    const py::kwargs& faults) {
-  const io::EngineOptions options{queue_depth, block};
-  if (kind != "faults" && faults.size() != 0) throw std::invalid_argument("faults are for the engine \"faults\"");
-  if (kind == "io_uring") return owned<Engine>(io::make_uring_engine(options).release());
-  if (kind == "threads") return owned<Engine>(new io::ThreadEngine(options));
-  if (kind != "faults") throw std::invalid_argument("no engine \"" + kind + "\": io_uring, threads or faults");
+io::Faults faults_of(const py::kwargs& kwargs) {
   io::Faults f;
-  for (const auto& [key, value] : faults) {
+  const std::map<std::string, double*> rates = {{"short_rate", &f.short_rate},
+                                                {"interrupt_rate", &f.interrupt_rate},
+                                                {"delay_rate", &f.delay_rate},
+                                                {"reorder_rate", &f.reorder_rate},
+                                                {"read_error_rate", &f.read_error_rate},
+                                                {"write_error_rate", &f.write_error_rate},
+                                                {"torn_rate", &f.torn_rate},
+                                                {"flip_rate", &f.flip_rate}};
+  const std::map<std::string, uint64_t*> counts = {
+      {"seed", &f.seed}, {"bad_begin", &f.bad_begin}, {"bad_end", &f.bad_end}};
+  const std::map<std::string, int*> codes = {{"read_errno", &f.read_errno}, {"write_errno", &f.write_errno}};
+  for (const auto& [key, value] : kwargs) {
     const auto name = key.cast<std::string>();
-    if (name == "seed") {
-      f.seed = value.cast<uint64_t>();
-    } else if (name == "short_rate") {
-      f.short_rate = value.cast<double>();
-    } else if (name == "interrupt_rate") {
-      f.interrupt_rate = value.cast<double>();
-    } else if (name == "delay_rate") {
-      f.delay_rate = value.cast<double>();
+    if (const auto rate = rates.find(name); rate != rates.end()) {
+      *rate->second = value.cast<double>();
+    } else if (const auto count = counts.find(name); count != counts.end()) {
+      *count->second = value.cast<uint64_t>();
+    } else if (const auto code = codes.find(name); code != codes.end()) {
+      *code->second = value.cast<int>();
     } else if (name == "delay_us_max") {
       f.delay_us_max = value.cast<unsigned>();
-    } else if (name == "read_errno") {
-      f.read_errno = value.cast<int>();
-    } else if (name == "write_errno") {
-      f.write_errno = value.cast<int>();
-    } else if (name == "bad_begin") {
-      f.bad_begin = value.cast<uint64_t>();
-    } else if (name == "bad_end") {
-      f.bad_end = value.cast<uint64_t>();
     } else {
       throw std::invalid_argument("no fault \"" + name + "\"");
     }
   }
-  return owned<Engine>(new io::FaultEngine(options, f));
+  return f;
+}
+
+std::shared_ptr<Engine> make_engine(const std::string& kind, unsigned queue_depth, uint64_t block, double stuck_after,
+                                    const py::kwargs& faults) {
+  const io::EngineOptions options{queue_depth, block, stuck_after};
+  if (kind != "faults" && faults.size() != 0) throw std::invalid_argument("faults are for the engine \"faults\"");
+  if (kind == "io_uring") return owned<Engine>(io::make_uring_engine(options).release());
+  if (kind == "threads") return owned<Engine>(new io::ThreadEngine(options));
+  if (kind != "faults") throw std::invalid_argument("no engine \"" + kind + "\": io_uring, threads or faults");
+  return owned<Engine>(new io::FaultEngine(options, faults_of(faults)));
+}
+
+py::dict counters_of(const std::vector<std::shared_ptr<Engine>>& engines) {
+  io::Counters c;
+  for (const auto& engine : engines) c += engine->counters();
+  py::dict out;
+  out["bytes_read"] = c.bytes_read;
+  out["bytes_written"] = c.bytes_written;
+  out["bytes_verified"] = c.bytes_verified;
+  out["requests"] = c.requests;
+  out["pieces"] = c.pieces;
+  out["retries"] = c.retries;
+  out["in_flight"] = c.in_flight;
+  out["in_flight_max"] = c.in_flight_max;
+  out["waiting"] = c.waiting;
+  out["waiting_max"] = c.waiting_max;
+  const std::pair<const char*, const io::Histogram&> sides[] = {{"read", c.read_us}, {"write", c.write_us}};
+  for (const auto& [side, us] : sides) {
+    const std::string name = std::string(side) + "_latency_us_";
+    for (const unsigned percent : {50u, 90u, 99u}) {
+      out[py::str(name + "p" + std::to_string(percent))] = us.percentile(percent);
+    }
+    out[py::str(name + "max")] = us.max();
+  }
+  return out;
 }
 
 io::FaultEngine& faulty(Engine& engine) {
   auto* const faults = dynamic_cast<io::FaultEngine*>(&engine);
-  if (faults == nullptr) throw std::invalid_argument("only the engine \"faults\" can be held");
+  if (faults == nullptr) throw std::invalid_argument("this is for the engine \"faults\"");
   return *faults;
 }
 
@@ -153,23 +185,33 @@ std::shared_ptr<Transfer> move(const Channel& channel, bool write, uint64_t offs
 void bind_engine(py::module_& m) {
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine",
                                               "Asynchronous file I/O: io_uring, threads, or faults (tests).")
-      .def(py::init(&make_engine), py::arg("kind"), py::arg("queue_depth") = 32, py::arg("block") = 1 << 20)
+      .def(py::init(&make_engine), py::arg("kind"), py::arg("queue_depth") = 32, py::arg("block") = 1 << 20,
+           py::arg("stuck_after") = 60.0)
       .def_property_readonly("kind", &Engine::kind)
       .def_property_readonly("queue_depth", [](const Engine& e) { return e.options().queue_depth; })
       .def_property_readonly("block", [](const Engine& e) { return e.options().block_bytes; })
-      .def("counters",
-           [](const Engine& e) {
-             const io::Counters c = e.counters();
-             py::dict out;
-             out["bytes_read"] = c.bytes_read;
-             out["bytes_written"] = c.bytes_written;
-             out["requests"] = c.requests;
-             return out;
-           })
+      .def_property_readonly("stuck_after", [](const Engine& e) { return e.options().stuck_seconds; })
+      .def(
+          "counters", [](std::shared_ptr<Engine> e) { return counters_of({std::move(e)}); },
+          "Bytes, transfers (requests) and their pieces so far; pieces in flight and transfers waiting, now and at "
+          "most; "
+          "percentiles of a piece's time with the kernel in microseconds, at most an eighth too high.")
+      .def_static("counters_of", &counters_of, py::arg("engines"), "The counters of several engines together.")
+      .def(
+          "register",
+          [](Engine& e, uintptr_t address, uint64_t nbytes, py::object keep) {
+            auto kept = Graveyard::get().keep(std::move(keep));
+            const py::gil_scoped_release release;
+            return e.register_memory(reinterpret_cast<void*>(address), nbytes, std::move(kept));
+          },
+          py::arg("address"), py::arg("nbytes"), py::arg("keep"),
+          "Tells the kernel about memory that transfers will use; False where that is of no use or not allowed. `keep` "
+          "lives till the engine is closed.")
       .def("drain", &Engine::drain, py::call_guard<py::gil_scoped_release>())
       .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
       .def("hold", [](Engine& e) { faulty(e).hold(); })
-      .def("release", [](Engine& e) { faulty(e).release(); });
+      .def("release", [](Engine& e) { faulty(e).release(); })
+      .def_property_readonly("lies", [](Engine& e) { return faulty(e).lies(); });
 }
 
 void bind_file(py::module_& m) {
@@ -184,11 +226,12 @@ void bind_file(py::module_& m) {
 
   py::class_<Channel>(
       m, "File", "A swap file served by an engine. Addresses are integers; `keep` lives till the transfer is done.")
-      .def(py::init([](std::shared_ptr<Engine> engine, const std::string& path, uint64_t nbytes, bool direct) {
+      .def(py::init([](std::shared_ptr<Engine> engine, const std::string& path, uint64_t nbytes, bool direct,
+                       bool checksum) {
              const py::gil_scoped_release release;
-             return Channel{std::move(engine), std::make_shared<File>(path, nbytes, direct)};
+             return Channel{std::move(engine), std::make_shared<File>(path, nbytes, direct, checksum)};
            }),
-           py::arg("engine"), py::arg("path"), py::arg("nbytes"), py::arg("direct") = true)
+           py::arg("engine"), py::arg("path"), py::arg("nbytes"), py::arg("direct") = true, py::arg("checksum") = false)
       .def(
           "read",
           [](const Channel& c, uint64_t offset, uintptr_t address, uint64_t nbytes, py::object keep) {
@@ -208,6 +251,9 @@ void bind_file(py::module_& m) {
           "sync", [](const Channel& c) { c.file->sync(); }, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("path", [](const Channel& c) { return c.file->path(); })
       .def_property_readonly("nbytes", [](const Channel& c) { return c.file->size(); })
+      .def_property_readonly("checksum", [](const Channel& c) { return c.file->sums() != nullptr; })
+      .def_property_readonly("checksum_bytes",
+                             [](const Channel& c) { return c.file->sums() ? c.file->sums()->nbytes() : 0; })
       .def_property_readonly("direct", [](const Channel& c) { return c.file->direct(); })
       .def_property_readonly("refusal", [](const Channel& c) { return c.file->direct_refusal(); })
       .def_property_readonly("block_bytes", [](const Channel& c) { return c.file->block_bytes(); })
@@ -293,13 +339,14 @@ void bind_pipeline(py::module_& m) {
 
   py::class_<Pipeline, std::shared_ptr<Pipeline>>(m, "Pipeline", "Streams chunks: read, update, write back, at once.")
       .def(py::init([](const std::vector<uintptr_t>& frames, uint64_t frame_bytes, int threads, unsigned group,
-                       const py::object&) {
+                       py::object keep) {
              std::vector<char*> addresses;
              for (const uintptr_t frame : frames) addresses.push_back(reinterpret_cast<char*>(frame));
-             return owned(new Pipeline(std::move(addresses), {frame_bytes, threads, group}));
+             return owned(new Pipeline(std::move(addresses), {frame_bytes, threads, group},
+                                       Graveyard::get().keep(std::move(keep))));
            }),
            py::arg("frames"), py::arg("frame_bytes"), py::arg("threads") = 0, py::arg("group") = 0,
-           py::arg("keep") = py::none(), py::keep_alive<1, 6>())
+           py::arg("keep") = py::none())
       .def("add_job", &add_job, py::arg("reads"), py::arg("segments"), py::arg("writes"), py::arg("grad_dtype"),
            py::arg("out_dtype"))
       .def("submit", &submit, py::arg("jobs"), py::arg("hyper"), py::arg("refresh") = false);
@@ -323,6 +370,14 @@ void bind_io(py::module_& m) {
   py::register_exception<io::Unavailable>(m, "Unavailable", PyExc_RuntimeError);
   py::register_exception_translator(&translate);
   py::module_::import("atexit").attr("register")(py::cpp_function([] { Graveyard::get().close(); }));
+  m.def(
+      "checksum",
+      [](uintptr_t address, uint64_t nbytes, bool table) {
+        const auto* data = reinterpret_cast<const void*>(address);
+        return table ? io::checksum_by_table(data, nbytes) : io::checksum(data, nbytes);
+      },
+      py::arg("address"), py::arg("nbytes"), py::arg("table") = false, py::call_guard<py::gil_scoped_release>());
+  m.attr("CHECKSUM_WAY") = io::checksum_way();
   bind_engine(m);
   bind_file(m);
   bind_pipeline(m);

@@ -29,6 +29,8 @@ const char* errno_name(int code) {
       return "ENOSPC";
     case EPERM:
       return "EPERM";
+    case ETIMEDOUT:
+      return "ETIMEDOUT";
     case EROFS:
       return "EROFS";
     default:

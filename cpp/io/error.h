@@ -11,6 +11,15 @@ class IoError : public std::runtime_error {
  public:
   IoError(int code, std::string path, const std::string& message)
       : std::runtime_error(message), code_(code), path_(std::move(path)) {}
+  // A runtime_error shares its text with its copies; one that is thrown in several threads must not.
+  IoError(const IoError& other) : IoError(other.code_, other.path_, std::string(other.what())) {}
+  IoError& operator=(const IoError& other) {
+    const IoError own(other);
+    std::runtime_error::operator=(own);
+    code_ = own.code_;
+    path_ = own.path_;
+    return *this;
+  }
   int code() const { return code_; }  // errno, 0 where the kernel said nothing
   const std::string& path() const { return path_; }
 

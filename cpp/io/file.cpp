@@ -20,11 +20,17 @@ IoError failure(int code, const std::string& path, const std::string& what) {
   return IoError(code, path, what + " " + path + ": " + errno_text(code));
 }
 
+uint64_t next_id() {
+  static std::atomic<uint64_t> last{0};
+  return ++last;
+}
+
 bool is_power_of_two(uint64_t value) { return value != 0 && (value & (value - 1)) == 0; }
 
 }  // namespace
 
-File::File(std::string path, uint64_t nbytes, bool direct) : path_(std::move(path)) {
+File::File(std::string path, uint64_t nbytes, bool direct, bool checked)
+    : path_(std::move(path)), sums_(checked ? std::make_unique<Sums>() : nullptr), id_(next_id()) {
   bool created = false;
   buffered_fd_ = ::open(path_.c_str(), O_RDWR | O_CLOEXEC);
   if (buffered_fd_ < 0 && errno == ENOENT) {

@@ -3,7 +3,10 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <string>
+
+#include "io/sums.h"
 
 namespace offload::io {
 
@@ -15,7 +18,8 @@ class File {
  public:
   // Opens or creates `path` (mode 0600, close-on-exec) and reserves `nbytes` on the disk; what was in it stays.
   // Throws IoError; a file that this call created is removed again when its space cannot be reserved.
-  File(std::string path, uint64_t nbytes, bool direct);
+  // `checked`: what is written is remembered as sums and compared when it is read, see sums.h.
+  File(std::string path, uint64_t nbytes, bool direct, bool checked = false);
   ~File();
   File(const File&) = delete;
   File& operator=(const File&) = delete;
@@ -32,6 +36,8 @@ class File {
   const std::string& direct_refusal() const { return refusal_; }  // why direct I/O was asked for and is not used
   uint64_t block_bytes() const { return block_bytes_; }
   uint64_t memory_align() const { return memory_align_; }
+  Sums* sums() const { return sums_.get(); }  // null: not checked
+  uint64_t id() const { return id_; }         // no other file of this process has or had it
   int direct_fd() const { return direct_fd_; }
   int buffered_fd() const { return buffered_fd_; }
 
@@ -45,6 +51,8 @@ class File {
 
   std::string path_;
   std::string refusal_;
+  const std::unique_ptr<Sums> sums_;
+  const uint64_t id_;
   int buffered_fd_ = -1;
   int direct_fd_ = -1;
   std::atomic<bool> direct_{false};

@@ -4,6 +4,8 @@
 #include <cerrno>
 #include <cstring>
 
+#include "io/sums.h"
+
 namespace offload::io {
 
 namespace {
@@ -23,22 +25,45 @@ void aim_buffered(Piece& piece, bool sync) {
   piece.sync = sync;
 }
 
-Outcome finished(Piece& piece) {
-  if (piece.bounced && !piece.transfer->is_write()) {
-    const uint64_t start = round_down(piece.offset, piece.transfer->file().block_bytes());
-    std::memcpy(piece.data, piece.bounce.data() + (piece.offset - start), piece.nbytes);
+// A read of a part of a block brings the whole, to be compared with its sum.
+void aim_widened(Piece& piece) {
+  const File& file = piece.transfer->file();
+  const uint64_t start = round_down(piece.offset, Sums::kBlockBytes);
+  const uint64_t end = std::min(round_up(piece.offset + piece.nbytes, Sums::kBlockBytes), file.size());
+  if (start == piece.offset && end == piece.offset + piece.nbytes) return aim_buffered(piece, false);
+  piece.bounce.reserve(end - start);
+  piece.direct = false;
+  piece.bounced = true;
+  piece.fd = file.buffered_fd();
+  piece.at = piece.bounce.data();
+  piece.from = piece.bounce_from = start;
+  piece.left = end - start;
+  piece.sync = false;
+}
+
+// Through the page cache, for whatever direct I/O does not take.
+void aim_around(Piece& piece, bool sync) {
+  if (piece.transfer->file().sums() != nullptr && !piece.write) return aim_widened(piece);
+  aim_buffered(piece, sync);
+}
+
+Outcome finished(Piece& piece, uint64_t moved) {
+  if (piece.bounced && !piece.write) {
+    piece.bounce_to = piece.from + moved;
+    std::memcpy(piece.data, piece.bounce.data() + (piece.offset - piece.bounce_from), piece.nbytes);
   }
   return {Step::kDone};
 }
 
 Outcome refused(Piece& piece, int code) {
   if (code == EINTR || code == EAGAIN || code == ECANCELED) {
+    ++piece.retries;
     if (++piece.barren <= kBarrenAttemptsMax) return {Step::kAgain};
     return {Step::kFailed, code, "again and again"};
   }
   if (piece.direct && code == EINVAL) {
     piece.transfer->file().refuse_direct();
-    aim_buffered(piece, false);
+    aim_around(piece, false);
     return {Step::kAgain};
   }
   if (piece.sync && code == EOPNOTSUPP) {
@@ -60,9 +85,9 @@ uint64_t piece_bytes(const File& file, uint64_t offset, uint64_t nbytes, uint64_
 
 void aim(Piece& piece) {
   const File& file = piece.transfer->file();
-  const bool write = piece.transfer->is_write();
+  const bool write = piece.write;
   piece.barren = 0;
-  if (!file.direct()) return aim_buffered(piece, false);
+  if (!file.direct()) return aim_around(piece, false);
   const uint64_t start = round_down(piece.offset, file.block_bytes());
   const uint64_t end = round_up(piece.offset + piece.nbytes, file.block_bytes());
   const bool whole = start == piece.offset && end == piece.offset + piece.nbytes;
@@ -75,25 +100,31 @@ void aim(Piece& piece) {
   }
   piece.fd = file.direct_fd();
   piece.at = piece.bounced ? piece.bounce.data() : piece.data;
-  piece.from = start;
+  piece.from = piece.bounce_from = start;
   piece.left = end - start;
   piece.sync = false;
 }
 
 Outcome advance(Piece& piece, int64_t result) {
-  const bool write = piece.transfer->is_write();
+  const bool write = piece.write;
   if (result < 0) return refused(piece, static_cast<int>(-result));
   if (result == 0 && write) return {Step::kFailed, 0, "the kernel wrote nothing"};
+  const File& file = piece.transfer->file();
+  const uint64_t wanted = piece.offset + piece.nbytes;
+  if (result == 0 && piece.bounced && piece.from >= wanted) return finished(piece, 0);
   if (result == 0) return {Step::kFailed, 0, "the file ends at " + std::to_string(piece.from)};
   piece.barren = 0;
   const uint64_t moved = std::min(static_cast<uint64_t>(result), piece.left);
-  if (moved == piece.left) return finished(piece);
-  // A widened read may end at the end of the file, past all that is wanted.
-  if (piece.direct && !write && piece.from + moved >= piece.offset + piece.nbytes) return finished(piece);
+  if (moved == piece.left) return finished(piece, moved);
+  // A widened read may end at the end of the file, past all that is wanted; sums want all that there is.
+  const uint64_t enough =
+      file.sums() != nullptr ? std::max(wanted, std::min(piece.from + piece.left, file.size())) : wanted;
+  if (piece.bounced && !write && piece.from + moved >= enough) return finished(piece, moved);
+  ++piece.retries;
   // What follows a short direct transfer must be aligned again; less than a block of progress goes another way.
-  const uint64_t step = piece.direct ? round_down(moved, piece.transfer->file().block_bytes()) : moved;
+  const uint64_t step = piece.direct ? round_down(moved, file.block_bytes()) : moved;
   if (step == 0) {
-    aim_buffered(piece, write);
+    aim_around(piece, write);
     return {Step::kAgain};
   }
   piece.at += step;

@@ -1,9 +1,11 @@
 target_sources(offload_core PRIVATE
+  cpp/io/checksum.cpp
   cpp/io/engine.cpp
   cpp/io/error.cpp
   cpp/io/faults.cpp
   cpp/io/file.cpp
   cpp/io/piece.cpp
+  cpp/io/sums.cpp
   cpp/io/threads.cpp
   cpp/io/transfer.cpp
   cpp/io/uring.cpp)

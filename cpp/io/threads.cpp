@@ -34,6 +34,7 @@ void ThreadEngine::work() {
   while (take_waiting(piece)) {
     Outcome outcome{Step::kAgain};
     while (outcome.step == Step::kAgain) outcome = advance(piece, attempt(piece));
+    answered(piece);
     finish(piece, outcome);
     piece.bounce.release();
   }
@@ -42,8 +43,8 @@ void ThreadEngine::work() {
 int64_t ThreadEngine::attempt(const Piece& piece) {
   const iovec part{piece.at, piece.left};
   const auto from = static_cast<off_t>(piece.from);
-  const ssize_t moved = piece.transfer->is_write() ? ::pwritev2(piece.fd, &part, 1, from, piece.sync ? RWF_DSYNC : 0)
-                                                   : ::preadv2(piece.fd, &part, 1, from, 0);
+  const ssize_t moved = piece.write ? ::pwritev2(piece.fd, &part, 1, from, piece.sync ? RWF_DSYNC : 0)
+                                    : ::preadv2(piece.fd, &part, 1, from, 0);
   return moved >= 0 ? moved : -errno;
 }
 

@@ -2,6 +2,8 @@
 
 #include <cerrno>
 
+#include "io/engine.h"
+
 namespace offload::io {
 
 Transfer::Transfer(std::shared_ptr<File> file, bool write, uint64_t offset, void* data, uint64_t nbytes,
@@ -15,25 +17,34 @@ Transfer::Transfer(std::shared_ptr<File> file, bool write, uint64_t offset, void
       callback_(std::move(callback)) {}
 
 void Transfer::wait() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [this] { return done(); });
-  if (error_) throw IoError(*error_);
+  const auto engine = engine_.lock();
+  const auto patience = engine ? engine->patience() : std::chrono::milliseconds(1000);
+  while (!wait_for(patience)) {
+  }
 }
 
 bool Transfer::wait_for(std::chrono::milliseconds limit) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  if (!changed_.wait_for(lock, limit, [this] { return done(); })) return false;
-  if (error_) throw IoError(*error_);
-  return true;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (changed_.wait_for(lock, limit, [this] { return done(); })) {
+      if (error_) throw IoError(*error_);
+      return true;
+    }
+  }
+  if (const auto engine = engine_.lock()) engine->check_stuck(describe());
+  return false;
+}
+
+std::string Transfer::describe() const {
+  return std::string(write_ ? "write" : "read") + " of " + std::to_string(nbytes_) + " bytes at offset " +
+         std::to_string(offset_) + " of " + file_->path();
 }
 
 void Transfer::fail(int code, const std::string& detail) {
   const std::lock_guard<std::mutex> lock(mutex_);
   failed_.store(true, std::memory_order_relaxed);
   if (error_) return;
-  std::string message = std::string(write_ ? "write" : "read") + " of " + std::to_string(nbytes_) +
-                        " bytes at offset " + std::to_string(offset_) + " of " + file_->path() +
-                        " failed: " + (code ? errno_text(code) : std::string()) +
+  std::string message = describe() + " failed: " + (code ? errno_text(code) : std::string()) +
                         (code && !detail.empty() ? ", " : "") + detail;
   if (code == ENOSPC) message += "; free space there, give it less or use another directory";
   error_.emplace(code, file_->path(), message);

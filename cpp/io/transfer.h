@@ -26,7 +26,8 @@ class Transfer {
   Transfer(std::shared_ptr<File> file, bool write, uint64_t offset, void* data, uint64_t nbytes,
            std::shared_ptr<void> keep, Callback callback);
 
-  // Blocks until the transfer is done; throws IoError when it failed, at every call.
+  // Blocks until the transfer is done; throws IoError when it failed, at every call, or when the device is stuck: the
+  // transfer is then still under way, see [Note: stuck].
   void wait();
   // As `wait`, giving up after `limit`: false when not yet done.
   bool wait_for(std::chrono::milliseconds limit);
@@ -34,10 +35,13 @@ class Transfer {
   // Only once done.
   const std::optional<IoError>& error() const { return error_; }
 
+  std::string describe() const;  // "read of 5 bytes at offset 0 of /path"
+
   bool is_write() const { return write_; }
   uint64_t offset() const { return offset_; }
   uint64_t nbytes() const { return nbytes_; }
   File& file() const { return *file_; }
+  const std::shared_ptr<File>& shared_file() const { return file_; }
 
  private:
   friend class Engine;
@@ -52,6 +56,7 @@ class Transfer {
   const uint64_t nbytes_;
   std::shared_ptr<void> keep_;
   Callback callback_;
+  std::weak_ptr<const Engine> engine_;
 
   // The engine's, under its mutex.
   uint64_t cut_ = 0;            // bytes handed out as pieces

@@ -18,6 +18,13 @@ Batch::Batch(std::vector<std::shared_ptr<const Job>> jobs, std::vector<Hyper> hy
                                     std::to_string(hypers_.size()));
       }
     }
+    for (const auto* moves : {&job->reads, &job->writes}) {
+      for (const Move& move : *moves) {
+        if (std::find(engines_.begin(), engines_.end(), move.channel.engine) == engines_.end()) {
+          engines_.push_back(move.channel.engine);
+        }
+      }
+    }
   }
 }
 
@@ -50,30 +57,48 @@ void Batch::raise() const {
 }
 
 void Batch::wait() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [this] { return unfinished_ == 0; });
-  raise();
+  while (!wait_for(patience())) {
+  }
 }
 
 bool Batch::wait_for(std::chrono::milliseconds limit) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  if (!changed_.wait_for(lock, limit, [this] { return unfinished_ == 0; })) return false;
-  raise();
-  return true;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (changed_.wait_for(lock, limit, [this] { return unfinished_ == 0; })) {
+      raise();
+      return true;
+    }
+  }
+  check_stuck();
+  return false;
 }
 
 void Batch::wait_job(size_t index, bool written) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [&] { return reached(index, written); });
-  if (states_[index] == State::kFailed) raise();
+  while (!wait_job_for(index, written, patience())) {
+  }
 }
 
 bool Batch::wait_job_for(size_t index, bool written, std::chrono::milliseconds limit) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  if (index >= states_.size()) throw std::out_of_range("no such job in the batch");
-  if (!changed_.wait_for(lock, limit, [&] { return reached(index, written); })) return false;
-  if (states_[index] == State::kFailed) raise();
-  return true;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (index >= states_.size()) throw std::out_of_range("no such job in the batch");
+    if (changed_.wait_for(lock, limit, [&] { return reached(index, written); })) {
+      if (states_[index] == State::kFailed) raise();
+      return true;
+    }
+  }
+  check_stuck();
+  return false;
+}
+
+void Batch::check_stuck() const {
+  for (const auto& engine : engines_) engine->check_stuck("an update");
+}
+
+std::chrono::milliseconds Batch::patience() const {
+  std::chrono::milliseconds least(1000);
+  for (const auto& engine : engines_) least = std::min(least, engine->patience());
+  return least;
 }
 
 bool Batch::done() const {

@@ -30,7 +30,8 @@ class Batch {
 
   Batch(std::vector<std::shared_ptr<const Job>> jobs, std::vector<Hyper> hypers, bool refresh);
 
-  // Each throws the batch's first error, as io::IoError, if what it waits for did not happen.
+  // Each throws the batch's first error, as io::IoError, if what it waits for did not happen, or one that says what is
+  // pending when a device is stuck: the batch is then still under way and can be waited for again.
   void wait();
   void wait_job(size_t index, bool written);
   // As above, giving up after `limit`: false when not yet there.
@@ -49,10 +50,13 @@ class Batch {
   void fail(const io::IoError& error);
   bool reached(size_t index, bool written) const;
   void raise() const;
+  void check_stuck() const;
+  std::chrono::milliseconds patience() const;
 
   const std::vector<std::shared_ptr<const Job>> jobs_;
   const std::vector<Hyper> hypers_;
   const bool refresh_;
+  std::vector<std::shared_ptr<io::Engine>> engines_;  // each once
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

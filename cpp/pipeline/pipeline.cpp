@@ -10,6 +10,8 @@ namespace offload {
 
 namespace {
 
+constexpr std::chrono::milliseconds kPatience(250);
+
 using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
@@ -34,8 +36,9 @@ PipelineOptions checked(PipelineOptions options, size_t frames) {
 
 }  // namespace
 
-Pipeline::Pipeline(std::vector<char*> frames, PipelineOptions options)
+Pipeline::Pipeline(std::vector<char*> frames, PipelineOptions options, std::shared_ptr<void> keep)
     : frames_(std::move(frames)),
+      keep_(std::move(keep)),
       options_(checked(options, frames_.size())),
       pid_(::getpid()),
       pool_(options.threads),
@@ -46,13 +49,27 @@ Pipeline::Pipeline(std::vector<char*> frames, PipelineOptions options)
 
 Pipeline::~Pipeline() {
   if (foreign()) return;
-  {
-    const Lock lock(signal_->mutex);
-    closing_ = true;
-    signal_->changed.notify_all();
+  while (!finish()) {
   }
   thread_->join();
   delete thread_;
+}
+
+bool Pipeline::finish() {
+  Lock lock(signal_->mutex);
+  closing_ = true;
+  signal_->changed.notify_all();
+  while (!signal_->changed.wait_for(lock, kPatience, [this] { return ended_; })) {
+    try {
+      for (const auto& job : jobs_) {
+        for (const Move& move : job->reads) move.channel.engine->check_stuck({});
+        for (const Move& move : job->writes) move.channel.engine->check_stuck({});
+      }
+    } catch (const io::IoError&) {
+      return false;
+    }
+  }
+  return true;
 }
 
 bool Pipeline::foreign() const { return ::getpid() != pid_; }
@@ -100,9 +117,11 @@ void Pipeline::conduct() {
     worked = flush(lock) || worked;
     worked = step(lock) || worked;
     if (worked) continue;
-    if (closing_ && empty()) return;
+    if (closing_ && empty()) break;
     rest(lock);
   }
+  ended_ = true;
+  signal_->changed.notify_all();
 }
 
 bool Pipeline::empty() const { return framed_.empty() && frameless_.empty() && held_.empty() && writing_.empty(); }
@@ -294,7 +313,7 @@ void Pipeline::leave_frame(Run& run) {
 }
 
 void discard(Pipeline* pipeline) {
-  if (pipeline != nullptr && !pipeline->foreign()) delete pipeline;
+  if (pipeline != nullptr && !pipeline->foreign() && pipeline->finish()) delete pipeline;
 }
 
 }  // namespace offload

@@ -34,8 +34,8 @@ struct PipelineOptions {
 class Pipeline {
  public:
   // `frames`: addresses of frame_bytes each, on which direct I/O works best when they are multiples of 4096.
-  // Throws std::invalid_argument.
-  Pipeline(std::vector<char*> frames, PipelineOptions options);
+  // Throws std::invalid_argument. `keep` holds the frames.
+  Pipeline(std::vector<char*> frames, PipelineOptions options, std::shared_ptr<void> keep = nullptr);
   ~Pipeline();  // finishes what was submitted; in a forked child nothing runs and nothing is waited for
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
@@ -51,6 +51,8 @@ class Pipeline {
   const PipelineOptions& options() const { return options_; }
   size_t frames() const { return frames_.size(); }
   bool foreign() const;
+  // Finishes what was submitted and takes no more; false when a device is stuck and it cannot be finished.
+  bool finish();
 
  private:
   // A job of a batch on its way. kWaiting: no frame yet. kReading: bytes arrive. kReady: may be updated.
@@ -94,6 +96,7 @@ class Pipeline {
   bool empty() const;
 
   const std::vector<char*> frames_;
+  const std::shared_ptr<void> keep_;
   const PipelineOptions options_;
   const pid_t pid_;
   ThreadPool pool_;
@@ -111,9 +114,12 @@ class Pipeline {
   size_t writes_flying_ = 0;
   std::optional<io::IoError> broken_;
   bool closing_ = false;
+  bool ended_ = false;
   std::thread* thread_ = nullptr;  // leaked in a forked child, where it does not exist
 };
 
+// Deletes a pipeline, but neither in a forked child nor when it cannot finish: a stuck device may still write to
+// frames.
 void discard(Pipeline* pipeline);
 
 }  // namespace offload

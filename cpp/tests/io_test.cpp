@@ -1,4 +1,5 @@
 // One contract for every engine: what was written is read back, whatever the sizes, offsets, addresses and faults.
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -13,6 +14,7 @@
 
 #include "check.h"
 #include "io/channel.h"
+#include "io/checksum.h"
 #include "io/faults.h"
 #include "io/threads.h"
 #include "io/uring.h"
@@ -34,10 +36,10 @@ std::vector<unsigned char> random_bytes(size_t count, unsigned seed) {
 }
 
 // Rounds of random transfers that share blocks but no bytes, all in flight at once; then everything is read back.
-void round_trips(const MakeEngine& make, bool direct, EngineOptions options) {
+void round_trips(const MakeEngine& make, bool direct, EngineOptions options, bool checked = false) {
   Scratch scratch;
   constexpr size_t kFileBytes = (1 << 20) + 777;
-  const Channel channel{make(options), std::make_shared<File>(scratch.file("a"), kFileBytes, direct)};
+  const Channel channel{make(options), std::make_shared<File>(scratch.file("a"), kFileBytes, direct, checked)};
   std::vector<unsigned char> model(kFileBytes);
   std::mt19937 random(7);
   constexpr size_t kSizes[] = {0, 1, 511, 512, 513, 1023, 1025, 4095, 4096, 4097, 65536, 300001};
@@ -98,6 +100,79 @@ void short_file(const MakeEngine& make, bool direct) {
   CHECK_THROWS(IoError, bad->wait(), path);
   CHECK_THROWS(IoError, bad->wait(), "the file ends at");
   CHECK(bad->done());
+}
+
+// A bit that changes on the disk is found by whatever read covers it, wherever in a transfer it is, and named.
+void changed_on_disk(const MakeEngine& make, bool direct) {
+  Scratch scratch;
+  const std::string path = scratch.file("a");
+  const auto file = std::make_shared<File>(path, 100000, direct, true);
+  const Channel channel{make({4, 8192}), file};
+  const auto bytes = random_bytes(100000, 5);
+  auto* const data = const_cast<unsigned char*>(bytes.data());
+  // Two neighbours that share a block, and the end of a file that is no multiple of one.
+  channel.write(100, data + 100, 20000)->wait();
+  channel.write(20100, data + 20100, 79900)->wait();
+  std::vector<unsigned char> back(100000);
+  for (const size_t at : {size_t{100}, size_t{4095}, size_t{5000}, size_t{20099}, size_t{20100}, size_t{99999}}) {
+    const int fd = ::open(path.c_str(), O_RDWR);
+    CHECK(fd >= 0);
+    unsigned char byte = bytes[at] ^ 1;
+    CHECK(::pwrite(fd, &byte, 1, static_cast<off_t>(at)) == 1 && ::fdatasync(fd) == 0);
+    const std::string name =
+        " to " + std::to_string(std::min<size_t>(at < 20100 && at >= 16384 ? 20100 : (at / 4096 + 1) * 4096, 100000));
+    CHECK_THROWS(IoError, channel.read(at, back.data(), 1)->wait(), name);
+    CHECK_THROWS(IoError, channel.read(at, back.data(), 1)->wait(), "are not what was written there");
+    CHECK_THROWS(IoError, channel.read(100, back.data(), 99900)->wait(), path);
+    CHECK(::pwrite(fd, &bytes[at], 1, static_cast<off_t>(at)) == 1 && ::fdatasync(fd) == 0);
+    ::close(fd);
+    channel.read(100, back.data(), 99900)->wait();
+    CHECK(std::memcmp(back.data(), data + 100, 99900) == 0);
+  }
+  // All but the first 100 bytes, which nobody wrote.
+  const uint64_t before = channel.engine->counters().bytes_verified;
+  channel.read(0, back.data(), 100000)->wait();
+  CHECK(channel.engine->counters().bytes_verified - before == 99900);
+  CHECK(file->sums()->nbytes() > 0);
+}
+
+// Who writes the same bytes twice at once may find either, but no error.
+void overlapping(const MakeEngine& make) {
+  Scratch scratch;
+  const Channel channel{make({8, 4096}), std::make_shared<File>(scratch.file("a"), 1 << 18, true, true)};
+  auto one = random_bytes(1 << 18, 1);
+  auto two = random_bytes(1 << 18, 2);
+  for (int round = 0; round < 4; ++round) {
+    auto a = channel.write(0, one.data(), one.size());
+    auto b = channel.write(0, two.data(), two.size());
+    a->wait();
+    b->wait();
+    std::vector<unsigned char> back(one.size());
+    channel.read(0, back.data(), back.size())->wait();
+    for (size_t i = 0; i < back.size(); ++i) CHECK(back[i] == one[i] || back[i] == two[i]);
+  }
+}
+
+void memory_registered(const MakeEngine& make) {
+  Scratch scratch;
+  const Channel channel{make({4, 65536}), std::make_shared<File>(scratch.file("a"), 1 << 20, true, true)};
+  auto memory = std::make_shared<Buffer>();
+  memory->reserve(3 << 20);
+  const std::weak_ptr<Buffer> watch = memory;
+  const bool taken = channel.engine->register_memory(memory->data(), 2 << 20, memory);
+  const auto bytes = random_bytes(1 << 20, 9);
+  std::memcpy(memory->data(), bytes.data(), bytes.size());
+  channel.write(0, memory->data(), 1 << 20)->wait();
+  // Inside, across its end, and outside of what is registered.
+  for (const size_t at : {size_t{1} << 20, (size_t{3} << 19) + 4096, size_t{2} << 20}) {
+    channel.read(0, memory->data() + at, 1 << 20)->wait();
+    CHECK(std::memcmp(memory->data() + at, bytes.data(), bytes.size()) == 0);
+  }
+  memory.reset();
+  CHECK(watch.expired() == !taken);
+  channel.engine->close();
+  CHECK(watch.expired());
+  CHECK(!channel.engine->register_memory(nullptr, 0, nullptr));
 }
 
 void many_callers(const MakeEngine& make) {
@@ -181,9 +256,14 @@ void contract(const char* name, const MakeEngine& make) {
     round_trips(make, direct, {32, 1 << 20});
     round_trips(make, direct, {1, 4096});
     round_trips(make, direct, {5, 8192});
+    round_trips(make, direct, {32, 1 << 20}, true);
+    round_trips(make, direct, {5, 8192}, true);
+    changed_on_disk(make, direct);
     short_file(make, direct);
   }
   large_aligned(make);
+  memory_registered(make);
+  overlapping(make);
   many_callers(make);
   close_in_flight(make);
   ranges_and_growth(make);
@@ -235,6 +315,55 @@ void order_held() {
   CHECK(std::is_sorted(order.begin(), order.end()) && order.size() == 50);  // one in flight: first in, first out
 }
 
+// Nothing comes back: whoever waits is told what is pending, and gets the bytes when it does come.
+void stuck_device() {
+  Scratch scratch;
+  const auto engine = std::make_shared<FaultEngine>(EngineOptions{1, 4096, 0.02}, Faults{});
+  const Channel channel{engine, std::make_shared<File>(scratch.file("a"), 1 << 20, true)};
+  std::vector<char> bytes(1 << 20);
+  engine->hold();
+  auto first = channel.write(4096, bytes.data(), 8192);
+  auto second = channel.read(0, bytes.data() + 8192, 1);
+  CHECK_THROWS(IoError, second->wait(), "read of 1 bytes at offset 0 of ");
+  CHECK_THROWS(IoError, second->wait(), "write of 4096 bytes at offset 4096 of ");
+  CHECK_THROWS(IoError, first->wait(), "2 transfers wait behind");
+  CHECK_THROWS(IoError, engine->drain(), "cannot finish its work");
+  CHECK(!first->done() && !second->done());
+  for (size_t i = 2; i < Engine::kBacklogMax; ++i) channel.read(0, bytes.data() + 8192, 1);
+  CHECK_THROWS(IoError, channel.read(0, bytes.data() + 8192, 1), "cannot be queued");
+  CHECK(engine->counters().in_flight == 1 && engine->counters().waiting == Engine::kBacklogMax);
+  engine->release();
+  first->wait();
+  second->wait();
+  engine->drain();
+  CHECK(engine->counters().in_flight == 0 && engine->counters().waiting_max == Engine::kBacklogMax);
+  CHECK_THROWS(std::invalid_argument, ThreadEngine({1, 4096, 0}), "stuck");
+}
+
+void sums_and_latencies() {
+  const auto bytes = random_bytes(5000, 1);
+  for (size_t shift = 0; shift < 9; ++shift) {
+    for (size_t nbytes = 0; nbytes < 300; ++nbytes) {
+      CHECK(checksum(bytes.data() + shift, nbytes) == checksum_by_table(bytes.data() + shift, nbytes));
+    }
+  }
+  const uint32_t sum = checksum(bytes.data(), 4096);
+  for (size_t bit = 0; bit < 8 * 4096; ++bit) {
+    auto flipped = bytes;
+    flipped[bit / 8] ^= static_cast<unsigned char>(1u << bit % 8);
+    CHECK(checksum(flipped.data(), 4096) != sum);
+  }
+  Histogram histogram;
+  CHECK(histogram.percentile(50) == 0);
+  for (uint64_t us = 1; us <= 1000; ++us) histogram.add(us * us);
+  for (const unsigned percent : {1u, 10u, 50u, 90u, 99u, 100u}) {
+    const uint64_t exact = uint64_t{percent} * 10 * percent * 10;
+    CHECK(histogram.percentile(percent) >= exact && histogram.percentile(percent) <= exact + exact / 8);
+  }
+  histogram.add(UINT64_MAX);
+  CHECK(histogram.max() == UINT64_MAX && histogram.percentile(100) == UINT64_MAX && histogram.count() == 1001);
+}
+
 void bad_files() {
   Scratch scratch;
   CHECK_THROWS(IoError, File("/nowhere/at/all", 1, true), "/nowhere/at/all");
@@ -262,10 +391,13 @@ int main() {
     faults.interrupt_rate = 0.3;
     faults.delay_rate = 0.05;
     faults.delay_us_max = 300;
+    faults.reorder_rate = 0.2;
     return own(new FaultEngine(options, faults));
   });
   failures();
   order_held();
+  stuck_device();
+  sums_and_latencies();
   bad_files();
   std::printf("ok\n");
   return 0;

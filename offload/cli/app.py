@@ -77,6 +77,18 @@ def doctor(
     return doctor_command(path, as_json)
 
 
+@app.command()
+def bench(
+    what: Annotated[str, typer.Argument(metavar="[copy|swap|adam|step|all]", help="what to measure")] = "all",
+    path: Annotated[str, typer.Option(metavar="DIR", help="a directory on the drive to measure")] = ".",
+    as_json: Json = False,
+) -> int:
+    """Measure this machine's links and kernels against their limits and peers, in under two minutes."""
+    from offload.cli.bench import bench_command
+
+    return bench_command(what, path, as_json)
+
+
 def _later(name: str, text: str) -> None:
     @app.command(name, help=f"{text} (not available in this version)", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
     def refuse(as_json: Json = False) -> int:
@@ -84,7 +96,6 @@ def _later(name: str, text: str) -> None:
 
 
 for _name, _text in {
-    "bench": "Measure this machine's links and kernels.",
     "top": "Watch a run.",
     "report": "Write a run's report.",
     "verify": "Check a checkpoint.",

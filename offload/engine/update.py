@@ -26,7 +26,8 @@ class Updates:
     ) -> None:
         self._own_master, self._compute, self._grad = own_master, compute, grad
         self._records = records
-        self.pipeline = _core.Pipeline([f.data_ptr() for f in frames.all] if frames else [], frames.nbytes if frames else 0, 0)
+        memory = frames.all if frames else []
+        self.pipeline = _core.Pipeline([f.data_ptr() for f in memory], frames.nbytes if frames else 0, 0, 0, memory)
         self._jobs: list[tuple[int, bool, tuple[int, ...]]] = []  # (pipeline job, does I/O, record numbers)
         of_unit: dict[int, list[Record]] = {}
         for record in records:
