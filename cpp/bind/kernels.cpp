@@ -209,10 +209,10 @@ void bind_updates(py::module_& m) {
         arg("level") = py::none());
   m.def("join", &bind_join, arg("dst"), arg("high"), arg("low"), arg("n"), arg("threads") = 0,
         arg("level") = py::none());
-  m.def("encode", &bind_encode, arg("codes"), arg("scales"), arg("src"), arg("with_sign"), arg("n"),
-        arg("threads") = 0, arg("level") = py::none());
-  m.def("decode", &bind_decode, arg("dst"), arg("codes"), arg("scales"), arg("with_sign"), arg("n"),
-        arg("threads") = 0, arg("level") = py::none());
+  m.def("encode", &bind_encode, arg("codes"), arg("scales"), arg("src"), arg("with_sign"), arg("n"), arg("threads") = 0,
+        arg("level") = py::none());
+  m.def("decode", &bind_decode, arg("dst"), arg("codes"), arg("scales"), arg("with_sign"), arg("n"), arg("threads") = 0,
+        arg("level") = py::none());
 }
 
 }  // namespace

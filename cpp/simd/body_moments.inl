@@ -47,7 +47,7 @@ inline void store_split(void* high, void* low, const Two& p) {
 
 constexpr std::uint32_t kSign = 0x80000000u;
 constexpr std::uint32_t kInfinity = 0x7f800000u;
-constexpr unsigned kDropped = 19;             // bits of a float below a code; 3 of its upper half
+constexpr unsigned kDropped = 19;            // bits of a float below a code; 3 of its upper half
 constexpr std::uint16_t kTwoWord = 0x4000u;  // the upper half of 2.0f, the offset of codes
 
 struct Unpacking {

@@ -140,9 +140,7 @@ inline Words larger(Words a, Words b) { return {_mm256_max_epi16(a.lo, b.lo), _m
 inline __m256i chosen(__m256i mask, __m256i a, __m256i b) {
   return _mm256_or_si256(_mm256_and_si256(mask, a), _mm256_andnot_si256(mask, b));
 }
-inline Words chosen(Words mask, Words a, Words b) {
-  return {chosen(mask.lo, a.lo, b.lo), chosen(mask.hi, a.hi, b.hi)};
-}
+inline Words chosen(Words mask, Words a, Words b) { return {chosen(mask.lo, a.lo, b.lo), chosen(mask.hi, a.hi, b.hi)}; }
 inline Words sign_mask(Words a) { return {_mm256_srai_epi16(a.lo, 15), _mm256_srai_epi16(a.hi, 15)}; }
 template <unsigned kBits>
 inline Words left(Words a) {

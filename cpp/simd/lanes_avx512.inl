@@ -68,8 +68,8 @@ inline Ints larger(Ints a, Ints b) { return {_mm512_max_epu32(a.x, b.x)}; }
 inline std::uint32_t largest(Ints a) { return _mm512_reduce_max_epu32(a.x); }
 inline Floats negative_as(Floats size, Ints sign) {
   constexpr int kXorOfAnd = 0x78;
-  return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(size.x), sign.x,
-                                                        _mm512_set1_epi32(INT32_MIN), kXorOfAnd))};
+  return {_mm512_castsi512_ps(
+      _mm512_ternarylogic_epi32(_mm512_castps_si512(size.x), sign.x, _mm512_set1_epi32(INT32_MIN), kXorOfAnd))};
 }
 inline Floats at_least_zero(Floats a) {
   return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.x), _mm512_setzero_si512()))};
@@ -87,9 +87,7 @@ inline Words load_bytes(const void* p) {
   const __m256i x = _mm256_loadu_si256(static_cast<const __m256i*>(p));
   return {kSigned ? _mm512_cvtepi8_epi16(x) : _mm512_cvtepu8_epi16(x)};
 }
-inline void store_bytes(void* p, Words a) {
-  _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi16_epi8(a.x));
-}
+inline void store_bytes(void* p, Words a) { _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi16_epi8(a.x)); }
 inline Words add(Words a, Words b) { return {_mm512_add_epi16(a.x, b.x)}; }
 inline Words operator&(Words a, Words b) { return {_mm512_and_si512(a.x, b.x)}; }
 inline Words larger(Words a, Words b) { return {_mm512_max_epi16(a.x, b.x)}; }

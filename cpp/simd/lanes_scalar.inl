@@ -124,8 +124,8 @@ inline std::uint32_t largest(const Ints& a) {
   return most;
 }
 
-#define OFFLOAD_EACH_WORD(EXPRESSION)                                                   \
-  Words r;                                                                              \
+#define OFFLOAD_EACH_WORD(EXPRESSION)                                              \
+  Words r;                                                                         \
   for (int i = 0; i < kPair; ++i) r.x[i] = static_cast<std::uint16_t>(EXPRESSION); \
   return r
 inline std::int16_t with_sign(std::uint16_t a) { return static_cast<std::int16_t>(a); }
