@@ -101,10 +101,10 @@ struct State {
         &State::exp_avg_sq_scale, &State::out};
     for (const auto part : all) {
       Bytes &a = this->*part, &b = other.*part;
-      if (a.empty() != b.empty()) return false;
-      if (!a.empty() && !std::equal(a.begin() + static_cast<long>(shift), a.end(),
-                                    b.begin() + static_cast<long>(other.shift), b.end()))
-        return false;
+      const auto begin = [](Bytes& x, std::size_t by) {
+        return x.empty() ? x.end() : x.begin() + static_cast<long>(by);
+      };
+      if (!std::equal(begin(a, shift), a.end(), begin(b, other.shift), b.end())) return false;
     }
     return true;
   }
