@@ -127,7 +127,8 @@ def test_a_split_master_trains_as_the_whole_one() -> None:
             for s in (whole, split):
                 s.step(record(step=step, rule=rule))
         assert torch.equal(raw(whole.master()), raw(split.master()))
-        assert torch.equal(raw(whole.moment("exp_avg" if rule == "lion" else "exp_avg_sq")), raw(split.moment("exp_avg" if rule == "lion" else "exp_avg_sq")))
+        kept = "exp_avg" if rule == "lion" else "exp_avg_sq"
+        assert torch.equal(raw(whole.moment(kept)), raw(split.moment(kept)))
 
 
 def test_fp32_adam_is_adamw() -> None:
@@ -187,7 +188,8 @@ def test_rules_are_their_papers(
     decoupled: bool, maximize: bool, grad: torch.dtype, level: str,
 ) -> None:  # fmt: skip
     s = State(n, rule, master, moments, grad, seed=seed)
-    h = ops.hyper_record(rule=rule, step=step, lr=lr, betas=betas, weight_decay=decay, grad_scale=scale, decoupled=decoupled, maximize=maximize, seed=seed)
+    options: dict[str, Any] = {"rule": rule, "decoupled": decoupled, "maximize": maximize, "seed": seed}
+    h = ops.hyper_record(step=step, lr=lr, betas=betas, weight_decay=decay, grad_scale=scale, **options)
     before = {name: s.moment(name).double().abs().numpy() for name in ("exp_avg", "exp_avg_sq") if name in s.t}
     want = reference(s, h)
     s.step(h, level)
@@ -245,8 +247,8 @@ def test_adagrad_is_torch(decay: float) -> None:
 )
 @settings(max_examples=12, deadline=None)
 def test_levels_threads_and_splits_give_the_same_bits(
-    rule: str, master: str, moments: str, n: int, seed: int, grad: torch.dtype, out: torch.dtype | None, decoupled: bool, threads: int, cuts: list[int],
-    first: int,
+    rule: str, master: str, moments: str, n: int, seed: int, grad: torch.dtype, out: torch.dtype | None, decoupled: bool, threads: int,
+    cuts: list[int], first: int,
 ) -> None:  # fmt: skip
     h = record(rule=rule, decoupled=decoupled, grad_scale=0.7)
     drawn = State(n, rule, master, moments, grad, out, seed, special=True)
@@ -339,10 +341,7 @@ def test_int8_moments_are_coded_as_documented() -> None:
             assert s.t[f"{name}_scale"].numpy()[k] == scale
             f = (np.abs(x[part]).astype(np.float64) * np.float64(np.float32(1) / scale) + 2).astype(np.float32)
             codes[part] = ((f.view(np.uint32).astype(np.uint64) + up[part]) >> 19) - (0x40000000 >> 19)
-        if name == "exp_avg":
-            codes = np.where(np.signbit(x), codes | 0x80, codes)
-        else:
-            codes = np.maximum(codes, 1)
+        codes = np.where(np.signbit(x), codes | 0x80, codes) if name == "exp_avg" else np.maximum(codes, 1)
         assert np.array_equal(s.t[name].view(torch.uint8).numpy(), codes.astype(np.uint8))
         sign, code = np.where(codes & 0x80 * (top == 494), -1.0, 1.0), codes & (0x7F if top == 494 else 0xFF)
         values = sign * ((1 + code % 16 / 16) * 2.0 ** (1 + code // 16) - 2) * np.repeat(s.t[f"{name}_scale"].double().numpy(), 256)[:1500]
@@ -356,7 +355,12 @@ def bound(x: Array, name: str) -> Array:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@given(seed=st.integers(0, 2**20), n=st.integers(1, 1025), spread=st.sampled_from([0.0, 1.0, 8.0, 30.0]), size=st.sampled_from([1e-38, 1e-20, 1.0, 1e30]))
+@given(
+    seed=st.integers(0, 2**20),
+    n=st.integers(1, 1025),
+    spread=st.sampled_from([0.0, 1.0, 8.0, 30.0]),
+    size=st.sampled_from([1e-38, 1e-20, 1.0, 1e30]),
+)
 @settings(max_examples=40, deadline=None)
 def test_int8_to_nearest_keeps_its_bound(level: str, seed: int, n: int, spread: float, size: float) -> None:
     rng = torch.Generator().manual_seed(seed)
