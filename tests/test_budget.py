@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import models as M
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+import models as M
 import offload
 from offload.engine.registry import engine_of
 from offload.errors import BudgetError, OffloadError, PlanError

@@ -165,6 +165,70 @@ def test_any_stream(tmp_path: Path, data: st.DataObject) -> None:
     run_and_check(rig, chunks, steps=data.draw(st.integers(1, 3)))
 
 
+@pytest.mark.parametrize("rule", list(ops.RULES))
+@pytest.mark.parametrize("master", list(ops.MASTERS))
+@pytest.mark.parametrize("moments", list(ops.MOMENTS))
+def test_every_form(tmp_path: Path, rule: str, master: str, moments: str) -> None:
+    """A chunk of two parameters' parts, all in the frame: the bits of `ops.update_`."""
+    rig, sizes, firsts = Rig(tmp_path / "a", 2, 1), [768, 500], [1024, 0]
+    n = sum(sizes)
+    torch.manual_seed(0)
+    state = {"master": torch.randn(n), "grad": torch.randn(n), "out": torch.zeros(n, dtype=torch.float16), **ops.moments(n, moments, rule)}
+    if master == "split":
+        whole, state["master"], state["low"] = state["master"], torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.int16)
+        ops.split_(state["master"], state["low"], whole)
+    starts = {name: 8192 * i for i, name in enumerate(state)}
+    twins = {name: x.clone() for name, x in state.items()}
+
+    def place(name: str, begin: int) -> tuple[int, int]:
+        if name not in state:
+            return -1, 0
+        return 1, starts[name] + state[name].itemsize * (begin // ops.GROUP if name.endswith("scale") else begin)
+
+    segments, begin = [], 0
+    for i, (size, first) in enumerate(zip(sizes, firsts, strict=True)):
+        usual = [place(name, begin) for name in ARRAYS]
+        segments.append((i, size, *usual, *(place(name, begin) for name in ("low", "exp_avg_scale", "exp_avg_sq_scale")), first))
+        begin += size
+    moves = [(rig.file, starts[name], starts[name], x.nbytes) for name, x in state.items()]
+    codes = ops.RULES[rule], ops.MASTERS[master], ops.MOMENTS[moments]
+    job = rig.pipeline.add_job(moves, segments, moves, 0, 2, *codes)
+    for name, x in state.items():
+        rig.file.write(starts[name], x.data_ptr(), x.nbytes).wait()
+    for step in range(1, 4):
+        records = hyper(step, 2, rule=codes[0])
+        records["seed"] = [3, 4]
+        rig.pipeline.submit([job], records).wait()
+        begin = 0
+        for size, first, record in zip(sizes, firsts, records, strict=True):
+            part = {k: x[begin // 256 : -(-(begin + size) // 256)] if k.endswith("scale") else x[begin : begin + size] for k, x in twins.items()}
+            ops.update_(part.pop("master"), part.pop("grad"), np.array(record, ops.HYPER), first=first, **part)
+            begin += size
+    for name, x in state.items():
+        rig.file.read(starts[name], x.data_ptr(), x.nbytes).wait()
+        assert torch.equal(x.view(torch.uint8), twins[name].view(torch.uint8)), name
+
+
+def test_forms_are_checked(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "a", 1, 1)
+    here, absent = (0, rig.memory.data_ptr()), (-1, 0)
+    usual = (0, 300, here, here, here, here, absent)
+    for segment, codes, text in [
+        (usual, (0, 1, 0), "it has low"),
+        (usual, (0, 0, 2), "it has exp_avg_scale"),
+        ((*usual, here, (1, 0), here, 0), (0, 1, 2), "takes none"),
+        ((*usual, here, here, here, 100), (0, 1, 2), "inside a group"),
+        (usual, (3, 0, 0), "no rule 3"),
+        (usual, (0, 2, 0), "no master 2"),
+        (usual, (0, 0, 3), "no moments 3"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            rig.pipeline.add_job([], [segment], [], 0, 0, *codes)
+    job = rig.pipeline.add_job([], [(*usual, absent, absent, absent, 0)], [], 0, 0, 1)
+    with pytest.raises(ValueError, match="a job of rule 1 is given hyper-parameters of rule 0"):
+        rig.pipeline.submit([job], hyper(1))
+
+
 def test_streams_over_two_drives(tmp_path: Path) -> None:
     rigs = [Rig(tmp_path / "a", 4, 10), Rig(tmp_path / "b", 1, 10)]
     state = Layout(frozenset(("master", "exp_avg", "exp_avg_sq", "out")))

@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-import models as M
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import models as M
 import offload
 from offload import _core
 from offload.engine.registry import engine_of

@@ -7,11 +7,11 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import models as M
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import models as M
 import offload
 from offload.config import Precision, parse_size
 from offload.errors import ConfigError, PlanError

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import models as M
 import pytest
 import torch
 from torch import nn
 
+import models as M
 import offload
 from offload.engine.registry import engine_of
 from offload.transfer.device import Landing, SimDevice

@@ -7,13 +7,13 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-import models as M
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import models as M
 import offload
 
 

@@ -5,6 +5,7 @@
 
 #include <cstring>
 #include <map>
+#include <variant>
 
 #include "io/channel.h"
 #include "io/checksum.h"
@@ -263,6 +264,9 @@ void bind_file(py::module_& m) {
 using MoveTuple = std::tuple<Channel, uint64_t, uint64_t, uint64_t>;
 using PlaceTuple = std::pair<int, uint64_t>;
 using SegmentTuple = std::tuple<size_t, uint64_t, PlaceTuple, PlaceTuple, PlaceTuple, PlaceTuple, PlaceTuple>;
+// And what other forms have: low, exp_avg_scale, exp_avg_sq_scale, first.
+using LongSegmentTuple = std::tuple<size_t, uint64_t, PlaceTuple, PlaceTuple, PlaceTuple, PlaceTuple, PlaceTuple,
+                                    PlaceTuple, PlaceTuple, PlaceTuple, uint64_t>;
 
 std::vector<Move> moves_of(const std::vector<MoveTuple>& tuples) {
   std::vector<Move> moves;
@@ -278,23 +282,42 @@ Place place_of(const PlaceTuple& pair) {
   return {static_cast<Base>(pair.first), pair.second};
 }
 
-Dtype dtype_of(int code) {
-  if (code < 0 || code > 2) throw std::invalid_argument("no dtype " + std::to_string(code));
-  return static_cast<Dtype>(code);
+template <class T>
+T code_of(int code, const char* what) {
+  if (code < 0 || code > 2) throw std::invalid_argument(std::string("no ") + what + " " + std::to_string(code));
+  return static_cast<T>(code);
 }
 
-size_t add_job(Pipeline& pipeline, const std::vector<MoveTuple>& reads, const std::vector<SegmentTuple>& segments,
-               const std::vector<MoveTuple>& writes, int grad_dtype, int out_dtype) {
+Segment segment_of(const SegmentTuple& tuple) {
+  const auto& [hyper, n, master, grad, exp_avg, exp_avg_sq, out] = tuple;
+  return {hyper, n, place_of(master), place_of(grad), place_of(exp_avg), place_of(exp_avg_sq), place_of(out)};
+}
+Segment segment_of(const LongSegmentTuple& tuple) {
+  const auto& [hyper, n, master, grad, exp_avg, exp_avg_sq, out, low, exp_avg_scale, exp_avg_sq_scale, first] = tuple;
+  Segment segment = segment_of(SegmentTuple(hyper, n, master, grad, exp_avg, exp_avg_sq, out));
+  segment.low = place_of(low);
+  segment.exp_avg_scale = place_of(exp_avg_scale);
+  segment.exp_avg_sq_scale = place_of(exp_avg_sq_scale);
+  segment.first = first;
+  return segment;
+}
+
+size_t add_job(Pipeline& pipeline, const std::vector<MoveTuple>& reads,
+               const std::vector<std::variant<SegmentTuple, LongSegmentTuple>>& segments,
+               const std::vector<MoveTuple>& writes, int grad_dtype, int out_dtype, int rule, int master, int moments) {
   Job job;
   job.reads = moves_of(reads);
   job.writes = moves_of(writes);
   job.segments.reserve(segments.size());
-  for (const auto& [hyper, n, master, grad, exp_avg, exp_avg_sq, out] : segments) {
-    job.segments.push_back(
-        {hyper, n, place_of(master), place_of(grad), place_of(exp_avg), place_of(exp_avg_sq), place_of(out)});
+  for (const auto& tuple : segments) {
+    job.segments.push_back(std::visit([](const auto& given) { return segment_of(given); }, tuple));
   }
-  job.grad_dtype = dtype_of(grad_dtype);
-  job.out_dtype = dtype_of(out_dtype);
+  job.grad_dtype = code_of<Dtype>(grad_dtype, "dtype");
+  job.out_dtype = code_of<Dtype>(out_dtype, "dtype");
+  job.rule = code_of<Rule>(rule, "rule");
+  if (master > 1) throw std::invalid_argument("no master " + std::to_string(master));
+  job.master = code_of<Master>(master, "master");
+  job.moments = code_of<Moments>(moments, "moments");
   return pipeline.add_job(std::move(job));
 }
 
@@ -348,7 +371,7 @@ void bind_pipeline(py::module_& m) {
            py::arg("frames"), py::arg("frame_bytes"), py::arg("threads") = 0, py::arg("group") = 0,
            py::arg("keep") = py::none())
       .def("add_job", &add_job, py::arg("reads"), py::arg("segments"), py::arg("writes"), py::arg("grad_dtype"),
-           py::arg("out_dtype"))
+           py::arg("out_dtype"), py::arg("rule") = 0, py::arg("master") = 0, py::arg("moments") = 0)
       .def("submit", &submit, py::arg("jobs"), py::arg("hyper"), py::arg("refresh") = false);
 }
 

@@ -17,6 +17,11 @@ Batch::Batch(std::vector<std::shared_ptr<const Job>> jobs, std::vector<Hyper> hy
         throw std::invalid_argument("a job asks for hyper-parameters " + std::to_string(segment.hyper) + " of " +
                                     std::to_string(hypers_.size()));
       }
+      const Hyper& hyper = hypers_[segment.hyper];
+      if (hyper.active && hyper.rule != static_cast<int>(job->rule)) {
+        throw std::invalid_argument("a job of rule " + std::to_string(static_cast<int>(job->rule)) +
+                                    " is given hyper-parameters of rule " + std::to_string(hyper.rule));
+      }
     }
     for (const auto* moves : {&job->reads, &job->writes}) {
       for (const Move& move : *moves) {

@@ -18,13 +18,26 @@ void check(const Move& move, uint64_t frame_bytes) {
   }
 }
 
-void check(const Place& place, const char* name, uint64_t n, size_t width, uint64_t frame_bytes, bool framed) {
-  if (place.base == Base::kAbsent) return;
-  if (place.base == Base::kAddress && place.offset == 0 && n != 0) refuse(std::string(name) + " has no address");
+// An array of a segment: `count` elements of `width` bytes, which the form needs or has no use for.
+struct Need {
+  const char* name;
+  Place place;
+  bool needed;
+  uint64_t count;
+  size_t width;
+};
+
+void check(const Need& need, uint64_t frame_bytes, bool framed) {
+  const auto& [name, place, needed, count, width] = need;
+  if (place.base == Base::kAbsent) {
+    if (needed) refuse("only out may be absent, and what the form does not have: it has " + std::string(name));
+    return;
+  }
+  if (place.base == Base::kAddress && place.offset == 0 && count != 0) refuse(std::string(name) + " has no address");
   if (place.offset % width != 0) refuse(std::string(name) + " is not aligned to its elements");
   if (place.base != Base::kFrame) return;
   if (!framed) refuse(std::string(name) + " is in a frame, but the job takes none");
-  if (n > frame_bytes / width || !inside(place.offset, n * width, frame_bytes)) {
+  if (count > frame_bytes / width || !inside(place.offset, count * width, frame_bytes)) {
     refuse(std::string(name) + " reaches outside the frame");
   }
 }
@@ -35,24 +48,31 @@ void check(const Job& job, uint64_t frame_bytes) {
   for (const Move& move : job.reads) check(move, frame_bytes);
   for (const Move& move : job.writes) check(move, frame_bytes);
   const bool framed = job.needs_frame();
+  const bool m = keeps_exp_avg(job.rule), v = keeps_exp_avg_sq(job.rule), coded = job.moments == Moments::i8;
+  const size_t moment = bytes_of(job.moments);
   for (const Segment& s : job.segments) {
-    for (const Place& place : {s.master, s.grad, s.exp_avg, s.exp_avg_sq}) {
-      if (place.base == Base::kAbsent) refuse("only out may be absent");
+    if (s.first % kGroup != 0) refuse("a segment starts inside a group of " + std::to_string(kGroup) + " elements");
+    for (const Need& need : {Need{"master", s.master, true, s.n, bytes_of(job.master)},
+                             {"low", s.low, job.master == Master::split, s.n, 2},
+                             {"exp_avg", s.exp_avg, m, s.n, moment},
+                             {"exp_avg_scale", s.exp_avg_scale, m && coded, groups_of(s.n), sizeof(float)},
+                             {"exp_avg_sq", s.exp_avg_sq, v, s.n, moment},
+                             {"exp_avg_sq_scale", s.exp_avg_sq_scale, v && coded, groups_of(s.n), sizeof(float)},
+                             {"grad", s.grad, true, s.n, bytes_of(job.grad_dtype)},
+                             {"out", s.out, false, s.n, bytes_of(job.out_dtype)}}) {
+      check(need, frame_bytes, framed);
     }
-    check(s.master, "master", s.n, sizeof(float), frame_bytes, framed);
-    check(s.exp_avg, "exp_avg", s.n, sizeof(float), frame_bytes, framed);
-    check(s.exp_avg_sq, "exp_avg_sq", s.n, sizeof(float), frame_bytes, framed);
-    check(s.grad, "grad", s.n, bytes_of(job.grad_dtype), frame_bytes, framed);
-    check(s.out, "out", s.n, bytes_of(job.out_dtype), frame_bytes, framed);
   }
 }
 
 void update(const Job& job, const std::vector<Hyper>& hypers, char* frame, ThreadPool& pool) {
   for (const Segment& s : job.segments) {
     if (s.n == 0) continue;
-    adam_update(hypers[s.hyper], static_cast<float*>(s.master.resolve(frame)), s.grad.resolve(frame), job.grad_dtype,
-                static_cast<float*>(s.exp_avg.resolve(frame)), static_cast<float*>(s.exp_avg_sq.resolve(frame)),
-                s.out.resolve(frame), job.out_dtype, s.n, pool);
+    const auto at = [frame](const Place& place) { return place.resolve(frame); };
+    update(hypers[s.hyper], job.form(),
+           {at(s.master), at(s.low), at(s.grad), at(s.exp_avg), at(s.exp_avg_scale), at(s.exp_avg_sq),
+            at(s.exp_avg_sq_scale), at(s.out)},
+           s.first, s.n, pool);
   }
 }
 

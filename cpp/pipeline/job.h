@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "io/channel.h"
-#include "simd/adam.h"
+#include "simd/update.h"
 
 namespace offload {
 
@@ -30,11 +30,15 @@ struct Place {
   }
 };
 
-// n elements that share one set of hyper-parameters. Only `out` may be absent.
+constexpr Place kNowhere{Base::kAbsent, 0};
+
+// n elements of one parameter. Absent: what the job's form and rule do not have (see Arrays), and `out` at will.
 struct Segment {
   size_t hyper;
   uint64_t n;
   Place master, grad, exp_avg, exp_avg_sq, out;
+  Place low = kNowhere, exp_avg_scale = kNowhere, exp_avg_sq_scale = kNowhere;
+  uint64_t first = 0;  // the number of the first element in its parameter, a multiple of kGroup
 };
 
 // A job with neither reads nor writes takes no frame.
@@ -44,7 +48,11 @@ struct Job {
   std::vector<Move> writes;
   Dtype grad_dtype = Dtype::f32;
   Dtype out_dtype = Dtype::f32;
+  Rule rule = Rule::adam;  // also of the hyper-parameters it is submitted with
+  Master master = Master::f32;
+  Moments moments = Moments::f32;
 
+  Form form() const { return {master, moments, grad_dtype, out_dtype}; }
   bool needs_frame() const { return !reads.empty() || !writes.empty(); }
 };
 

@@ -6,13 +6,19 @@ struct AdamScalars {
   Floats grad_scale, l2, decay, lerp1, beta2, take2, unbias2, eps, minus_step_size;
   bool from_grad;
 };
+inline AdamScalars adam_scalars(const Coefficients& c) {
+  return {all(c.grad_scale), all(c.l2),      all(c.decay), all(c.lerp1),           all(c.beta2),
+          all(c.take2),      all(c.unbias2), all(c.eps),   all(c.minus_step_size), c.from_grad};
+}
 
-template <bool kCoupled>
+// kFinal: m and v are stored as they are, so a NaN is made the one that is written.
+template <bool kCoupled, bool kFinal = true>
 inline void adam_step(const AdamScalars& s, Floats& p, Floats g, Floats& m, Floats& v) {
   g = mul(g, s.grad_scale);
   if constexpr (kCoupled) g = fma(s.l2, p, g);
-  m = canonical(fma(s.lerp1, sub(g, m), s.from_grad ? g : m));
-  v = canonical(fma(mul(s.take2, g), g, mul(s.beta2, v)));
+  m = fma(s.lerp1, sub(g, m), s.from_grad ? g : m);
+  v = fma(mul(s.take2, g), g, mul(s.beta2, v));
+  if constexpr (kFinal) m = canonical(m), v = canonical(v);
   const Floats size = fma(root(v), s.unbias2, s.eps);
   p = canonical(fma(s.minus_step_size, div(m, size), mul(s.decay, p)));
 }
@@ -21,8 +27,7 @@ template <bool kCoupled, class Grad, class Out>
 void adam_range(const Coefficients& c, float* master, const Grad* grad, float* exp_avg, float* exp_avg_sq, Out* out,
                 std::size_t n) {
   constexpr bool kCopies = !is_same<Out, Nothing>;
-  const AdamScalars s{all(c.grad_scale), all(c.l2),      all(c.decay), all(c.lerp1),           all(c.beta2),
-                      all(c.take2),      all(c.unbias2), all(c.eps),   all(c.minus_step_size), c.from_grad};
+  const AdamScalars s = adam_scalars(c);
   std::size_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     ahead(master + i);

@@ -3,6 +3,16 @@
 #include <cmath>
 
 namespace offload {
+namespace {
+
+std::uint64_t mixed(std::uint64_t x) {  // splitmix64
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+  return x ^ x >> 31;
+}
+
+}  // namespace
 
 Coefficients derive(const Hyper& h) {
   const double step = static_cast<double>(h.step);
@@ -18,6 +28,11 @@ Coefficients derive(const Hyper& h) {
   c.unbias2 = static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(h.beta2, step)));
   c.eps = static_cast<float>(h.eps);
   c.minus_step_size = static_cast<float>(-h.lr / (1.0 - std::pow(h.beta1, step)));
+  c.minus_lr = static_cast<float>(-h.lr);
+  c.from_grad2 = h.beta2 < 0.5;
+  c.lerp2 = static_cast<float>(c.from_grad2 ? -h.beta2 : 1.0 - h.beta2);
+  c.rule = static_cast<Rule>(h.rule);
+  c.key = mixed(mixed(h.seed) ^ static_cast<std::uint64_t>(h.step));
   return c;
 }
 

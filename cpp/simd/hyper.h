@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "simd/form.h"
+
 namespace offload {
 
 // 64 bytes, the same layout as offload.ops.HYPER.
@@ -17,7 +19,8 @@ struct Hyper {
   std::uint8_t active;     // 0: the state stays as it is, only the low-precision copy is written
   std::uint8_t decoupled;  // 1: AdamW (decay of the parameter), 0: Adam (decay added to the gradient)
   std::uint8_t maximize;
-  std::uint8_t pad[5];
+  std::uint8_t rule;   // a Rule: 0 is Adam
+  std::uint32_t seed;  // of the stochastic rounding of moments; one for each parameter
 };
 static_assert(sizeof(Hyper) == 64, "the layout is shared with Python");
 
@@ -31,8 +34,13 @@ struct Coefficients {
   float unbias2;       // 1 / sqrt(1 - beta2^step)
   float eps;
   float minus_step_size;  // -lr / (1 - beta1^step)
+  float minus_lr;         // Lion and Adagrad correct no bias
+  float lerp2;            // as lerp1, of beta2, for Lion
   bool coupled;
   bool from_grad;  // beta1 < 0.5: the average starts from the gradient, as in torch.lerp
+  bool from_grad2;
+  Rule rule;
+  std::uint64_t key;  // of the stochastic rounding, from seed and step
 };
 
 Coefficients derive(const Hyper& hyper);

@@ -13,7 +13,8 @@ target_sources(offload_core PRIVATE
   cpp/simd/land.cpp
   cpp/simd/target_scalar.cpp
   cpp/simd/thread_pool.cpp
-  cpp/simd/topology.cpp)
+  cpp/simd/topology.cpp
+  cpp/simd/update.cpp)
 
 if(OFFLOAD_SIMD_X86)
   target_sources(offload_core PRIVATE cpp/simd/target_avx2.cpp cpp/simd/target_avx512.cpp)

@@ -7,6 +7,7 @@ namespace offload {
 namespace {
 
 constexpr int kLanes = 16;
+constexpr int kPair = 32;
 constexpr std::size_t kLine = 64;
 constexpr std::size_t kAheadBytes = 512;
 constexpr std::uint32_t kNaN = 0x7fc00000u;
@@ -15,11 +16,13 @@ constexpr std::uint32_t kNaN = 0x7fc00000u;
 #include "simd/lanes_avx2.inl"
 #include "simd/body.inl"
 #include "simd/body_adam.inl"
+#include "simd/body_moments.inl"
+#include "simd/body_update.inl"
 #include "simd/body_land.inl"
 // clang-format on
 
 }  // namespace
 
-const Kernels kernels_avx2{adam, land, sumsq, convert, stream_copy};
+const Kernels kernels_avx2{adam, update, split, join, encode, decode, land, sumsq, convert, stream_copy};
 
 }  // namespace offload

@@ -168,6 +168,60 @@ void equal_bits(int kind, size_t frame_count, unsigned group, size_t count, bool
   rig.compare();
 }
 
+// A split master and moments in bytes, all in the frame, in two segments of which the second starts inside a parameter.
+void other_forms() {
+  constexpr uint64_t n = 1300, cut = 1024, groups = 6;
+  Rig rig(make_engine(2), 2, 0, 0, false);
+  rig.channel.file = std::make_shared<io::File>(rig.scratch.file("b"), kRecordBytes, true);
+  std::mt19937 random(3);
+  std::normal_distribution<float> normal;
+  std::vector<float> p(n), g(n);
+  for (uint64_t i = 0; i < n; ++i) p[i] = normal(random), g[i] = normal(random);
+  // Offsets in the record: parameter, low, exp_avg, exp_avg_sq, their scales, the gradient; exp_avg begins odd.
+  const std::vector<uint64_t> at = {0, 2 * n, 4 * n + 1, 5 * n + 1, 6 * n + 4, 6 * n + 4 + 4 * groups, 12288};
+  std::vector<char> record(kRecordBytes), twin;
+  split(&record[at[0]], &record[at[1]], p.data(), n, rig.pool);
+  std::memcpy(&record[at[6]], g.data(), 4 * n);
+  twin = record;
+  const Form form{Master::split, Moments::i8, Dtype::f32, Dtype::f32};
+  Job job;
+  job.master = form.master;
+  job.moments = form.moments;
+  for (const uint64_t first : {uint64_t{0}, cut}) {
+    const auto framed = [&](size_t k, uint64_t width) { return Place{Base::kFrame, at[k] + first * width}; };
+    const auto scale = [&](size_t k) { return Place{Base::kFrame, at[k] + first / kGroup * sizeof(float)}; };
+    job.segments.push_back({0, first ? n - cut : cut, framed(0, 2), framed(6, 4), framed(2, 1), framed(3, 1), kNowhere,
+                            framed(1, 2), scale(4), scale(5), first});
+  }
+  job.reads = job.writes = {{rig.channel, 0, 0, kRecordBytes}};
+  const size_t number = rig.pipeline->add_job(job);
+  rig.channel.write(0, record.data(), kRecordBytes)->wait();
+  for (int step = 1; step <= 3; ++step) {
+    Hyper hyper = hyper_of(step);
+    hyper.seed = 9;
+    rig.pipeline->submit({number}, {hyper})->wait();
+    update(hyper, form,
+           {&twin[at[0]], &twin[at[1]], &twin[at[6]], &twin[at[2]], &twin[at[4]], &twin[at[3]], &twin[at[5]], nullptr},
+           0, n, rig.pool);
+  }
+  rig.channel.read(0, record.data(), kRecordBytes)->wait();
+  CHECK(record == twin);
+  Hyper lion = hyper_of(4);
+  lion.rule = static_cast<uint8_t>(Rule::lion);
+  CHECK_THROWS(std::invalid_argument, rig.pipeline->submit({number}, {lion}), "of rule 1");
+  Job wrong = job;
+  wrong.segments[1].first = 1000;
+  CHECK_THROWS(std::invalid_argument, rig.pipeline->add_job(wrong), "inside a group");
+  wrong = job;
+  wrong.segments[0].exp_avg_scale = kNowhere;
+  CHECK_THROWS(std::invalid_argument, rig.pipeline->add_job(wrong), "it has exp_avg_scale");
+  wrong.rule = Rule::adagrad;  // has no exp_avg
+  wrong.segments[0].exp_avg = kNowhere;
+  rig.pipeline->add_job(wrong);
+  wrong.segments[0].low = kNowhere;
+  CHECK_THROWS(std::invalid_argument, rig.pipeline->add_job(wrong), "it has low");
+}
+
 void idle_jobs() {
   Rig rig(make_engine(1), 2, 0, 4, true);
   rig.fill();
@@ -251,6 +305,7 @@ int main() {
     equal_bits(kind, 0, 0, 0, false);
   }
   idle_jobs();
+  other_forms();
   for (const size_t frames : {1, 2, 5}) {
     failures(true, frames);
     failures(false, frames);
