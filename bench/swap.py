@@ -1,14 +1,16 @@
 """Swap bandwidth of a directory: `SwapFile` against fio in turn, then the update pipeline, whose reads and writes share the disk.
 
-    python bench/swap.py [--path DIR] [--size 2GiB] [--pairs 5] [--json]
+    python bench/swap.py [--path DIR] [--size 2GiB] [--pairs 5] [--json] [--out bench/results/swap.json]
 
-Random data, direct I/O, equal block and depth; medians of pairs, the first pair a warm-up. Needs free space of three times the size.
+Random data, direct I/O, equal block and depth; medians of rounds, the first a warm-up. fio is taken as it is and with its buffers and files
+registered; `SwapFile` as it is, with its memory registered, and with checksums. Needs free space of three times the size.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -26,6 +28,7 @@ import torch
 from offload import _core, ops
 from offload.config import parse_size
 from offload.memory.swap import SwapFile, SwapSpace
+from offload.observe import profile
 
 PIECE = 64 << 20
 IN_FLIGHT = 4
@@ -33,10 +36,11 @@ HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "grad_scale": 1.0
 FIO_OPS = {"read": "read", "write": "write", "mixed": "rw"}
 
 
-def fio_seconds(path: Path, op: str, size: int, depth: int, block: int) -> float:
+def fio_seconds(path: Path, op: str, size: int, depth: int, block: int, registered: bool = False) -> float:
     """Seconds fio needs to move `size` bytes."""
     command = ["fio", "--name=x", f"--filename={path}", f"--size={size}", f"--bs={block}", f"--rw={FIO_OPS[op]}", "--direct=1",
-               "--ioengine=io_uring", f"--iodepth={depth}", "--output-format=json"]  # fmt: skip
+               "--ioengine=io_uring", f"--iodepth={depth}", "--output-format=json",
+               *(["--fixedbufs=1", "--registerfiles=1"] if registered else [])]  # fmt: skip
     job = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["jobs"][0]
     return size / float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"])
 
@@ -44,12 +48,13 @@ def fio_seconds(path: Path, op: str, size: int, depth: int, block: int) -> float
 class OurSwap:
     """The same work by `SwapFile`: pieces of 64 MiB, four in flight; mixed alternates them."""
 
-    def __init__(self, path: Path, size: int, engine: str, depth: int, block: int) -> None:
-        self.size = size
-        self.file = SwapFile(path, size, engine=engine, queue_depth=depth, block=block, delete=True)
-        self.buffers = [ops.empty(PIECE, torch.uint8).random_(0, 255) for _ in range(8)]
-        for offset in range(0, size, PIECE):
-            self.file.write(offset, self.buffers[0]).wait()
+    def __init__(self, path: Path, size: int, args: argparse.Namespace, buffers: list[torch.Tensor], checksum: bool, registered: bool) -> None:
+        self.size, self.buffers = size, buffers
+        self.file = SwapFile(path, size, engine=args.engine, queue_depth=args.depth, block=parse_size(args.block), checksum=checksum)
+        if registered:
+            for buffer in buffers:
+                self.file.register(buffer)
+        self.seconds("write")  # the same bytes at the same place, whichever of the contenders for the file writes them
 
     def seconds(self, op: str) -> float:
         start = time.perf_counter()
@@ -108,13 +113,37 @@ def pairs(ours: Callable[[], float], theirs: Callable[[], float], count: int) ->
 
 def bench_swap(where: Path, args: argparse.Namespace, size: int, block: int) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
-    ours = OurSwap(where / "ours", size, args.engine, args.depth, block)
+    buffers = [ops.empty(PIECE, torch.uint8).random_(0, 255) for _ in range(8)]
+    ours = {
+        "SwapFile": OurSwap(where / "ours", size, args, buffers, checksum=False, registered=False),
+        "registered": OurSwap(where / "ours", size, args, buffers, checksum=False, registered=True),
+        "checksums": OurSwap(where / "ours", size, args, buffers, checksum=True, registered=False),
+    }
     fio_seconds(where / "fio", "write", size, args.depth, block)
     for op in FIO_OPS:
-        o, t, ratio = pairs(lambda op=op: ours.seconds(op), lambda op=op: fio_seconds(where / "fio", op, size, args.depth, block), args.pairs)  # type: ignore[misc]
-        rows.append({"what": f"swap {op}", "gb_per_second": size / o / 1e9, "fio_gb_per_second": size / t / 1e9, "ratio": ratio})
-        report(rows[-1], args.json)
-    ours.file.close()
+        calls: dict[str, Callable[[], float]] = {name: lambda swap=swap, op=op: swap.seconds(op) for name, swap in ours.items()}  # type: ignore[misc]
+        for name, registered in {"fio": False, "fio registered": True}.items():
+            calls[name] = lambda op=op, registered=registered: fio_seconds(where / "fio", op, size, args.depth, block, registered)  # type: ignore[misc]
+        taken: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(args.pairs + 1):
+            for name, call in calls.items():
+                taken[name].append(call())
+        times = {name: seconds[1:] for name, seconds in taken.items()}
+
+        def ratio(a: str, b: str, times: dict[str, list[float]] = times) -> float:
+            return statistics.median(y / x for x, y in zip(times[a], times[b], strict=True))
+
+        row: dict[str, object] = {"what": f"swap {op}", "gb_per_second": size / statistics.median(times["SwapFile"]) / 1e9,
+                                  "fio_gb_per_second": size / statistics.median(times["fio"]) / 1e9, "ratio": ratio("SwapFile", "fio"),
+                                  "fio_registered_gb_per_second": size / statistics.median(times["fio registered"]) / 1e9,
+                                  "over_fio_registered": ratio("SwapFile", "fio registered"),
+                                  "registered_over_plain": ratio("registered", "SwapFile"),
+                                  "checksum_cost": 1 - ratio("checksums", "SwapFile")}  # fmt: skip
+        rows.append(row)
+        report(row, args.json)
+    rows.append({"what": "counters of SwapFile", **ours["SwapFile"].file.counters()})
+    for swap in ours.values():
+        swap.file.close()
     return rows
 
 
@@ -137,7 +166,7 @@ def bench_pipeline(where: Path, args: argparse.Namespace, size: int, block: int)
 
 
 def report(row: dict[str, Any], as_json: bool) -> None:
-    rest = {k: v for k, v in row.items() if k not in ("what", "gb_per_second", "fio_gb_per_second", "ratio")}
+    rest = {k: round(v, 3) for k, v in row.items() if k not in ("what", "gb_per_second", "fio_gb_per_second", "ratio")}
     text = f"{row['what']}: {row['gb_per_second']:.2f} GB/s, fio {row['fio_gb_per_second']:.2f}, ratio {row['ratio']:.3f} {rest or ''}"
     print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
 
@@ -155,15 +184,24 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--only", choices=("swap", "pipeline"))
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, help="a file for the result, with the machine, versions, commit and command")
     args = parser.parse_args()
     if shutil.which("fio") is None:
         raise SystemExit("error: fio is what this compares with; install it")
+    load = os.getloadavg()[0]
     size, block = parse_size(args.size) // PIECE * PIECE, parse_size(args.block)
     with tempfile.TemporaryDirectory(prefix="offload-bench-", dir=args.path) as directory:
         rows = [] if args.only == "pipeline" else bench_swap(Path(directory), args, size, block)
         rows += [] if args.only == "swap" else bench_pipeline(Path(directory), args, size, block)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    result = {"machine": profile.machine(), "versions": profile.versions(), "commit": commit, "command": ["python", *sys.argv],
+              "load_before_and_after": [load, os.getloadavg()[0]], "engine": args.engine, "depth": args.depth, "block": block, "size": size,
+              "rows": rows}  # fmt: skip
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
     if args.json:
-        print(json.dumps({"torch": torch.__version__, "engine": args.engine, "depth": args.depth, "block": block, "rows": rows}))
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":

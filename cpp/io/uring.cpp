@@ -117,8 +117,10 @@ class UringEngine final : public Engine {
     const int failed = open_ring();
     ready.set_value(failed);
     if (failed != 0) return;
+#ifdef OFFLOAD_URING_REGISTERS
     files_ = ::io_uring_register_files_sparse(&ring_, kFilesMax) == 0;
     buffers_ = ::io_uring_register_buffers_sparse(&ring_, kRegionsMax) == 0;
+#endif
     listen();
     while (true) {
       carry_out(false);
@@ -163,10 +165,12 @@ class UringEngine final : public Engine {
     for (uint64_t at = 0; at < order.nbytes; at += kRegionBytesMax) {
       if (regions_.size() == kRegionsMax) return false;
       iovec part{order.data + at, std::min(kRegionBytesMax, order.nbytes - at)};
+#ifdef OFFLOAD_URING_REGISTERS
       const __u64 tag = 0;
       const auto index = static_cast<unsigned>(regions_.size());
       // Refused where RLIMIT_MEMLOCK is too low or the memory is not of a kind that can be pinned.
       if (::io_uring_register_buffers_update_tag(&ring_, index, &part, &tag, 1) < 0) return false;
+#endif
       regions_.push_back({order.data + at, order.data + at + part.iov_len, order.keep});
     }
     return true;
