@@ -205,11 +205,15 @@ def test_close_finishes_what_is_in_flight(held: Any, tmp_path: Path) -> None:
 
 
 def test_wait_lets_a_signal_through(held: Any, tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit it ignored
     file = SwapFile(tmp_path / "a", "1MiB")
     transfer = file.read(0, torch.zeros(1))
-    with pytest.raises(KeyboardInterrupt):
-        threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT)).start()
-        transfer.wait()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT)).start()
+            transfer.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
     held.release()
     transfer.wait()
     file.close()
