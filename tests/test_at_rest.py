@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import BF16, FP32, SETTINGS, SHAPES, Bag, Prepared, bag, ids, net, noise, same, same_gradients, same_models
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import offload
+from helpers import BF16, FP32, SETTINGS, SHAPES, Bag, Prepared, bag, ids, net, noise, same, same_gradients, same_models
 
 
 @pytest.fixture

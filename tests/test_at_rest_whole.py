@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
+import offload
 from helpers import (
     BF16,
     FP32,
@@ -30,9 +33,6 @@ from helpers import (
     same_gradients,
     same_models,
 )
-from torch import nn
-
-import offload
 
 
 @pytest.fixture

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
+import offload
 from helpers import (
     BF16,
     FP32,
@@ -28,9 +31,6 @@ from helpers import (
     same,
     same_gradients,
 )
-from torch import nn
-
-import offload
 
 Touch = Callable[[nn.Module], Any]
 

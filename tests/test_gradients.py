@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import BF16, SETTINGS, Bag, Prepared, bag, both, clip, ids, near, net, noise, pairs, plain, same, same_gradients
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import offload
+from helpers import BF16, SETTINGS, Bag, Prepared, bag, both, clip, ids, near, net, noise, pairs, plain, same, same_gradients
 
 
 @pytest.fixture

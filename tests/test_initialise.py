@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import BF16, FP32, Net, Prepared, bits, ids, plain, same, same_models
 from torch import nn
 
 import offload
+from helpers import BF16, FP32, Net, Prepared, bits, ids, plain, same, same_models
 
 
 @pytest.fixture

@@ -11,6 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import offload
 from helpers import (
     BF16,
     FEW,
@@ -30,11 +35,6 @@ from helpers import (
     plain,
     same,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from torch import nn
-
-import offload
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+
+import offload
 from helpers import (
     BF16,
     FEW,
@@ -31,8 +33,6 @@ from helpers import (
     same,
     same_models,
 )
-
-import offload
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import BF16, FP32, SETTINGS, Bag, Net, Prepared, bag, ids, net, noise, plain, same, same_models
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 import offload
+from helpers import BF16, FP32, SETTINGS, Bag, Net, Prepared, bag, ids, net, noise, plain, same, same_models
 from offload.checkpoint import weights
 
 
