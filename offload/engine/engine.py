@@ -79,10 +79,10 @@ class Engine:
 
     def _build(self, plan: Plan) -> None:
         compute = DTYPES[plan.compute]
-        self.state = State(self.units, compute, plan.own_master, self._before_access, self._refresh)
+        self.state = State(self.units, plan.form, self._before_access, self._refresh)
         self.slots = Slots(self.units, plan.slots, self.device, compute, self.frames, self.arena.take)
         self.gradients = Gradients(self.units, self.records, DTYPES[plan.grad], self.device, self.frames)
-        self.updates = Updates(self.units, self.records, plan.own_master, compute, DTYPES[plan.grad], self.frames)
+        self.updates = Updates(self.units, self.records, plan.form, DTYPES[plan.grad], self.frames, self.seed)
         self.values = [ValueSource(r, self) for r in self.records]
 
     def _take_over(self) -> None:
@@ -181,7 +181,7 @@ class Engine:
             return Shard("nvme", nbytes, extent=self.space.allocate(nbytes), space=self.space)
 
         self.gradients.widen(reshard)
-        self.updates = Updates(self.units, self.records, self.plan.own_master, DTYPES[self.plan.compute], torch.float32, self.frames)
+        self.updates = Updates(self.units, self.records, self.plan.form, torch.float32, self.frames, self.seed)
 
     def _can_take(self, tier: str, nbytes: int) -> bool:
         return self.budgets[tier].free >= nbytes and (tier == "host" or (self.space is not None and self.frames is not None))

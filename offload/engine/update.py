@@ -9,23 +9,27 @@ import numpy as np
 import torch
 
 from offload import _core
-from offload.engine.record import CODES, Record, Unit
+from offload.engine.initialise import derived_seed
+from offload.engine.record import CODES, DTYPES, Record, Unit
 from offload.memory.shard import Shard
-from offload.ops import HYPER
+from offload.ops import HYPER, MASTERS, MOMENTS, RULES
+from offload.planner.form import StateForm
+from offload.planner.layout import Slice
 from offload.transfer.frames import FramePool
 
-_ABSOLUTE, _FRAME, _ABSENT = 0, 1, -1
+_ABSOLUTE, _FRAME = 0, 1
 _Where = tuple[int, int]
+_NOWHERE: _Where = (-1, 0)
 
 
 class Updates:
     """The jobs of every chunk, built once; a step picks those with gradients and gives each parameter its hyperparameters."""
 
     def __init__(
-        self, units: list[Unit], records: list[Record], own_master: bool, compute: torch.dtype, grad: torch.dtype, frames: FramePool | None
+        self, units: list[Unit], records: list[Record], form: StateForm, grad: torch.dtype, frames: FramePool | None, seed: int
     ) -> None:
-        self._own_master, self._compute, self._grad = own_master, compute, grad
-        self._records = records
+        self._form, self._compute, self._grad = form, DTYPES[form.compute], grad
+        self._blank = _blank(records, seed)
         memory = frames.all if frames else []
         self.pipeline = _core.Pipeline([f.data_ptr() for f in memory], frames.nbytes if frames else 0, 0, 0, memory)
         self._jobs: list[tuple[int, bool, tuple[int, ...]]] = []  # (pipeline job, does I/O, record numbers)
@@ -62,32 +66,32 @@ class Updates:
         n, size = chunk.numel, self._compute.itemsize
         state = place(unit.states[number], 0, unit.states[number].nbytes, written=True, read=True)
         grad = place(unit.gradients[number], 0, unit.gradients[number].nbytes, written=False, read=True)
-        value = place(unit.parameters[0], chunk.start * size, n * size, written=True, read=self._own_master)
+        value = place(unit.parameters[0], chunk.start * size, n * size, written=True, read=self._form.value_is_master)
         segments = []
         by_index = {r.slices[0][1].parameter: r for r in records if r.trained and r.slices}
         for piece in chunk.slices:
             record = by_index[piece.parameter]
             if piece.stop > piece.start:
-                segments.append(self._segment(record, piece.stop - piece.start, piece.offset - chunk.start, n, state, grad, value))
-        job = self.pipeline.add_job(reads, segments, writes, CODES[self._grad], CODES[self._compute])
+                segments.append(self._segment(record, piece, piece.offset - chunk.start, n, state, grad, value))
+        codes = MASTERS["split" if self._form.master == "split" else "fp32"], MOMENTS[self._form.moments]
+        job = self.pipeline.add_job(reads, segments, writes, CODES[self._grad], CODES[self._compute], RULES["adam"], *codes)
         return job, bool(reads or writes), tuple(s[0] for s in segments)
 
-    def _segment(self, record: Record, n: int, at: int, chunk: int, state: _Where, grad: _Where, value: _Where) -> tuple[Any, ...]:
-        def part(where: _Where, element: int, size: int) -> _Where:
-            return where[0], where[1] + element * size
-
-        copy = part(value, at, self._compute.itemsize)
-        roles = [part(state, k * chunk + at, 4) for k in range(2 if self._own_master else 3)]
-        master, (exp_avg, exp_avg_sq) = (copy, roles) if self._own_master else (roles[0], roles[1:])
-        out = (_ABSENT, 0) if self._own_master else copy
-        return record.number, n, master, part(grad, at, self._grad.itemsize), exp_avg, exp_avg_sq, out
+    def _segment(self, record: Record, piece: Slice, at: int, chunk: int, state: _Where, grad: _Where, value: _Where) -> tuple[Any, ...]:
+        base, start = state
+        has = {p.role: (base, start + self._form.at(p.role, chunk, at)) for p in self._form.parts}
+        copy = value[0], value[1] + at * self._compute.itemsize
+        gradient = grad[0], grad[1] + at * self._grad.itemsize
+        master, out = (copy, _NOWHERE) if self._form.value_is_master else (has["master"], copy)
+        rest = (has.get(role, _NOWHERE) for role in ("low", "exp_avg_scale", "exp_avg_sq_scale"))
+        return record.number, piece.stop - piece.start, master, gradient, has["exp_avg"], has["exp_avg_sq"], out, *rest, piece.start
 
     def close(self) -> None:
         self.pipeline, self._jobs = None, []
 
     def hyper(self) -> np.ndarray[Any, Any]:
-        """A record a parameter, none active."""
-        return np.zeros(max((r.number for r in self._records), default=-1) + 1, dtype=HYPER)
+        """A record a parameter, none active, each with its seed."""
+        return self._blank.copy()
 
     def run(self, hyper: np.ndarray[Any, Any]) -> dict[str, Any]:
         """Updates every chunk that has an active parameter and waits; raises SwapError. Returns the pipeline's own counters."""
@@ -98,6 +102,14 @@ class Updates:
         batch = self.pipeline.submit(jobs, hyper)
         batch.wait()
         return dict(batch.stats())
+
+
+def _blank(records: list[Record], seed: int) -> np.ndarray[Any, Any]:
+    """Inactive hyperparameters. What is rounded at random depends on the run's seed and the parameter's name alone, and on the step."""
+    table = np.zeros(max((r.number for r in records), default=-1) + 1, dtype=HYPER)
+    for record in records:
+        table[record.number]["seed"] = derived_seed(seed, record.name, 0) & 0xFFFFFFFF
+    return table
 
 
 def _interleaved(jobs: list[tuple[int, bool, tuple[int, ...]]]) -> list[tuple[int, bool, tuple[int, ...]]]:
