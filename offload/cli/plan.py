@@ -36,25 +36,36 @@ def _arithmetic(params: float, ranks: int, stage: int) -> dict[str, Any]:
 
 def _placement(run: str, overrides: Sequence[str]) -> dict[str, Any]:
     config = RunConfig.load(run, overrides)
+    import torch
+
     import offload
+    from offload.planner.cost import traffic_of
     from offload.train import model
+    from offload.train.estimate import estimate
     from offload.train.loop import compute_device
 
     model_config = model.load_config(config.model)
     probe, in_chunks = model.toy_steps(model_config)
     probe()
+    device = compute_device(config.train.device)
     made = offload.plan(
         model.build(model_config),
         config.tiers_value(),
-        device=compute_device(config.train.device),
+        device=device,
         precision=config.precision_value(),
         activations=config.train.activations,
         place=config.place_value(),
         batch=model.planned_batch(model_config, config.data.batch_size, config.data.seq_length, in_chunks()),
         accumulate=config.data.accumulate,
     )
+    traffic = traffic_of(made, direct=device == "cpu", accumulate=config.data.accumulate)
+    figures = estimate(model_config, config, in_chunks(), torch.device("cuda" if device == "cuda" else "cpu")).figures(
+        traffic, recompute=made.activations == "recompute", accumulate=config.data.accumulate
+    )
     return {
         "parameters": made.parameters,
+        **figures,
+        "written_bytes_per_step": traffic.nvme_write,
         "state_bytes": made.state_bytes,
         "state_bytes_per_rank": made.state_bytes,
         "budget_bytes": config.tiers_value().budget_bytes(),
@@ -72,7 +83,10 @@ def _text(result: dict[str, Any]) -> str:
         return "\n".join(lines)
     lines += [f"{tier}: {format_size(result['peak_bytes'][tier])} of {format_size(have)}" for tier, have in result["budget_bytes"].items()]
     lines += [f"{role}: " + ", ".join(f"{format_size(n)} {tier}" for tier, n in tiers.items() if n) for role, tiers in result["placement"].items()]
-    return "\n".join([*lines, f"activations: {result['activations']}"])
+    lines.append(f"activations: {result['activations']}")
+    lines.append(f"a step takes at least {result['bound_step_seconds']:.3g} s, held by {result['limiting_link']}")
+    lines.append(f"{format_size(result['written_bytes_per_step'])} written to NVMe a step")
+    return "\n".join(lines)
 
 
 def plan_command(run: str | None, overrides: Sequence[str], params: float | None, ranks: int, stage: int, as_json: bool) -> int:

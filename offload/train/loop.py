@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from offload.config import RunConfig
 from offload.errors import ConfigError
 from offload.observe import base
 from offload.observe.metrics import MetricsWriter
+from offload.planner.cost import Traffic
 from offload.train import loss, model
 from offload.train.data import PackedSequences, RandomSequences, Source, find_files, has_tokenizer, micro_batch, split
+from offload.train.estimate import Estimate, estimate
 from offload.train.progress import Reporter
 from offload.train.rundir import RunDirectory
 from offload.train.schedule import learning_rate
@@ -80,6 +82,7 @@ class Trainer:
         if not self._held_out_count and data.eval_sequences:
             self._reporter.note("no held-out text, so nothing is evaluated")
 
+        self._estimate = self._measured(model_config, in_chunks())
         torch.manual_seed(config.train.seed)
         self._model: Any = offload.prepare(
             model.build(model_config),
@@ -105,6 +108,14 @@ class Trainer:
         self._head: nn.Linear | None = loss.plain_head(self._model) if in_chunks() else None
         if self._head is None:
             self._reporter.note(f"{model_config.model_type}: the loss is computed from all logits at once")
+
+    def _measured(self, model_config: Any, in_chunks: bool) -> Estimate | None:
+        """What a step may take here, or None, said aloud, where that cannot be found out."""
+        try:
+            return estimate(model_config, self._config, in_chunks, torch.device("cuda" if self._device == "cuda" else "cpu"))
+        except Exception as error:  # of any kind: what a model's code does with one block alone is its own
+            self._reporter.note(f"the bound of a step is not known: {type(error).__name__}: {error}")
+            return None
 
     def run(self, stopped: Callable[[], bool]) -> dict[str, Any]:
         """Trains until the last step or until `stopped()`; returns the summary, which is written too."""
@@ -199,7 +210,7 @@ class Trainer:
         tokens = sum(r["tokens"] for r in records)
         with runtime.uncounted():
             digest = None if interrupted else runtime.digest()
-        predicted: dict[str, Any] = runtime.predict() if hasattr(runtime, "predict") else {}
+        counters = runtime.stats()
         return {
             "steps": len(records),
             "tokens": tokens,
@@ -212,10 +223,22 @@ class Trainer:
             "tokens_per_second": tokens / sum(seconds) if seconds else None,
             "interrupted": interrupted,
             "digest": digest,
-            **{key: predicted.get(key) for key in ("predicted_step_seconds", "bound_step_seconds", "limiting_link")},
-            **runtime.stats(),
+            "predicted_step_seconds": None,
+            **self._bound(counters["moved_bytes"]),
+            **counters,
             "version": offload.__version__,
         }
+
+
+    def _bound(self, moved: Mapping[str, int]) -> dict[str, Any]:
+        """The least a step of this run can take, by the bytes that it moved."""
+        if self._estimate is None or not self._records:
+            return dict.fromkeys(("bound_step_seconds", "limiting_link"))
+        plan = self._runtime.plan
+        links = {link: moved[link] // len(self._records) for link in ("nvme_read", "nvme_write", "h2d", "d2h")}
+        return self._estimate.figures(
+            Traffic(**links, updated=plan.trained), recompute=plan.activations == "recompute", accumulate=self._config.data.accumulate
+        )
 
 
 def train(config: RunConfig, out: str, *, stopped: Callable[[], bool] = lambda: False) -> dict[str, Any]:
