@@ -44,8 +44,8 @@ def _placement(run: str, overrides: Sequence[str]) -> dict[str, Any]:
     from offload.train.loop import compute_device
 
     model_config = model.load_config(config.model)
-    probe, in_chunks = model.toy_steps(model_config)
-    probe()
+    toy = model.Toy(model_config)
+    toy.step()
     device = compute_device(config.train.device)
     made = offload.plan(
         model.build(model_config),
@@ -54,11 +54,11 @@ def _placement(run: str, overrides: Sequence[str]) -> dict[str, Any]:
         precision=config.precision_value(),
         activations=config.train.activations,
         place=config.place_value(),
-        batch=model.planned_batch(model_config, config.data.batch_size, config.data.seq_length, in_chunks()),
+        batch=model.planned_batch(model_config, config.data.batch_size, config.data.seq_length, toy.in_chunks),
         accumulate=config.data.accumulate,
     )
     traffic = traffic_of(made, direct=device == "cpu", accumulate=config.data.accumulate)
-    figures = estimate(model_config, config, in_chunks(), torch.device("cuda" if device == "cuda" else "cpu")).figures(
+    figures = estimate(model_config, config, toy.in_chunks, torch.device("cuda" if device == "cuda" else "cpu")).figures(
         traffic, recompute=made.activations == "recompute", accumulate=config.data.accumulate
     )
     return {

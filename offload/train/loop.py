@@ -76,13 +76,13 @@ class Trainer:
         model_config = model.load_config(config.model)
         vocab_size = int(model_config.get_text_config().vocab_size)
         wait = closing.enter_context(_sequences(config, vocab_size, self._directory.path))
-        step, in_chunks = model.toy_steps(model_config)
-        base.measure(step)
+        toy = model.Toy(model_config)
+        base.measure(toy.step)
         self._source, self._held_out, self._held_out_count = wait()
         if not self._held_out_count and data.eval_sequences:
             self._reporter.note("no held-out text, so nothing is evaluated")
 
-        self._estimate = self._measured(model_config, in_chunks())
+        self._estimate = self._measured(model_config, toy.in_chunks)
         torch.manual_seed(config.train.seed)
         self._model: Any = offload.prepare(
             model.build(model_config),
@@ -91,7 +91,7 @@ class Trainer:
             precision=config.precision_value(),
             activations=config.train.activations,
             place=config.place_value(),
-            batch=model.planned_batch(model_config, data.batch_size, data.seq_length, in_chunks()),
+            batch=model.planned_batch(model_config, data.batch_size, data.seq_length, toy.in_chunks),
             accumulate=data.accumulate,
             updates=config.train.updates,
             seed=config.train.seed,
@@ -105,9 +105,10 @@ class Trainer:
         self._optimizer: Any = kind(
             self._model.parameters(), lr=chosen.lr, betas=(chosen.betas[0], chosen.betas[1]), eps=chosen.eps, weight_decay=chosen.weight_decay
         )
-        self._head: nn.Linear | None = loss.plain_head(self._model) if in_chunks() else None
+        self._head: nn.Linear | None = loss.plain_head(self._model) if toy.in_chunks else None
         if self._head is None:
-            self._reporter.note(f"{model_config.model_type}: the loss is computed from all logits at once")
+            why = f" (a small model of the kind: {toy.trouble})" if toy.trouble else ""
+            self._reporter.note(f"{model_config.model_type}: the loss is computed from all logits at once{why}")
 
     def _measured(self, model_config: Any, in_chunks: bool) -> Estimate | None:
         """What a step may take here, or None, said aloud, where that cannot be found out."""
