@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from offload.errors import ConfigError, PlanError
 from offload.memory.limits import host_limits, resident_bytes
 from offload.observe.base import base_bytes
 from offload.observe.runtime import Runtime
+from offload.planner.boundaries import boundaries
 from offload.planner.demand import Batch
+from offload.planner.layout import UnitSpec
 from offload.planner.placement import Capacities, Plan, human, plan_units
 from offload.transfer.device import CpuDevice, Device, SimDevice
 
@@ -51,9 +54,10 @@ def make_device(device: str | Device | None) -> Device:
 MOST_BYTES = 20  # of state a parameter, padding included
 
 
-def _capacities(tiers: Tiers, device: Device | type[Device], parameters: int) -> Capacities:
+def _capacities(tiers: Tiers, device: Device | type[Device], specs: Sequence[UnitSpec], batch: Batch | None, compute: str) -> Capacities:
     """What may be planned with; host memory for checksums of all that might rest on nvme is left out."""
-    sums = tiers.checksum_bytes(min(tiers.nvme_bytes, MOST_BYTES * parameters))
+    most = MOST_BYTES * sum(s.numel for s in specs) + boundaries(specs, batch, compute, "nvme").nbytes
+    sums = tiers.checksum_bytes(min(tiers.nvme_bytes, most))
     return Capacities(tiers.device, max(0, tiers.host - sums), tiers.nvme_bytes, device.rests, device.direct, tuple(size for _, size in tiers.nvme))
 
 
@@ -70,11 +74,11 @@ def plan(
     `batch` is (sequences, tokens) of a micro-batch. Raises `PlanError` where the state does not fit: which tier, need, have, three ways out.
     """
     precision = precision or Precision()
-    refuse_later(precision=precision, activations=activations)
+    refuse_later(precision=precision)
     specs = [f.spec() for f in discover(model, units)]
     return plan_units(
         specs,
-        _capacities(tiers, _device_kind(device), sum(s.numel for s in specs)),
+        _capacities(tiers, _device_kind(device), specs, _batch(batch), precision.compute),
         precision,
         place=place,
         batch=_batch(batch),
@@ -97,7 +101,7 @@ def prepare(
     is allocated, `SwapError`.
     """
     precision = precision or Precision()
-    refuse_later(precision=precision, activations=activations, updates=updates, stage=stage)
+    refuse_later(precision=precision, updates=updates, stage=stage)
     if mesh is not None:
         raise ConfigError("mesh: several ranks are not available in this version; leave it out")
     check_unprepared(model)
@@ -109,7 +113,7 @@ def prepare(
         specs = [f.spec() for f in found]
         made = plan or plan_units(
             specs,
-            _capacities(tiers, target, sum(s.numel for s in specs)),
+            _capacities(tiers, target, specs, _batch(batch), precision.compute),
             precision,
             place=place,
             batch=_batch(batch),

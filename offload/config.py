@@ -164,13 +164,12 @@ def check_place(place: Mapping[str, str] | None) -> dict[str, str]:
     return dict(place or {})
 
 
-def refuse_later(*, precision: Precision | None = None, activations: str = "auto", updates: str = "forward", stage: int = 3) -> None:
+def refuse_later(*, precision: Precision | None = None, updates: str = "forward", stage: int = 3) -> None:
     """Raises `ConfigError` for a value that the schema knows and this version cannot do."""
     p = precision or Precision()
     refused = {
         "precision.compute": (p.compute, p.compute == "fp16", "give 'bf16' or 'fp32'"),
         "precision.grad": (p.grad, p.grad == "fp16", "give 'bf16' or 'fp32'"),
-        "train.activations": (activations, activations in ("host", "nvme"), "give 'auto', 'keep' or 'recompute'"),
         "train.updates": (updates, updates != "forward", "give 'forward'"),
         "train.stage": (stage, stage != 3, "stages need several ranks; leave it out"),
     }
@@ -336,7 +335,7 @@ class RunConfig(_Table):
                 raise ConfigError("[checkpoint] is not available in this version: leave the table out")
             if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
                 raise ConfigError("several ranks are not available in this version: start one process")
-            refuse_later(precision=self.precision_value(), activations=self.train.activations, updates=self.train.updates, stage=self.train.stage)
+            refuse_later(precision=self.precision_value(), updates=self.train.updates, stage=self.train.stage)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 

@@ -59,7 +59,7 @@ def _placement(run: str, overrides: Sequence[str]) -> dict[str, Any]:
     )
     traffic = traffic_of(made, direct=device == "cpu", accumulate=config.data.accumulate)
     figures = estimate(model_config, config, toy.in_chunks, torch.device("cuda" if device == "cuda" else "cpu")).figures(
-        traffic, recompute=made.activations == "recompute", accumulate=config.data.accumulate
+        traffic, recompute=made.recomputes, accumulate=config.data.accumulate
     )
     return {
         "parameters": made.parameters,
@@ -70,6 +70,7 @@ def _placement(run: str, overrides: Sequence[str]) -> dict[str, Any]:
         "budget_bytes": config.tiers_value().budget_bytes(),
         "peak_bytes": made.peak_bytes,
         "activations": made.activations,
+        "activation_bytes": made.activation_bytes,
         "placement": made.describe(),
     }
 
@@ -82,7 +83,8 @@ def _text(result: dict[str, Any]) -> str:
         return "\n".join(lines)
     lines += [f"{tier}: {format_size(result['peak_bytes'][tier])} of {format_size(have)}" for tier, have in result["budget_bytes"].items()]
     lines += [f"{role}: " + ", ".join(f"{format_size(n)} {tier}" for tier, n in tiers.items() if n) for role, tiers in result["placement"].items()]
-    lines.append(f"activations: {result['activations']}")
+    held = ", ".join(f"{format_size(n)} {tier}" for tier, n in result["activation_bytes"].items() if n)
+    lines.append(f"activations: {result['activations']}" + (f" ({held})" if held else ""))
     lines.append(f"a step takes at least {result['bound_step_seconds']:.3g} s, held by {result['limiting_link']}")
     lines.append(f"{format_size(result['written_bytes_per_step'])} written to NVMe a step")
     return "\n".join(lines)

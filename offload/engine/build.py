@@ -139,5 +139,5 @@ def make_shards(units: Sequence[Unit], plan: Plan, host: Arena, device: Arena, s
 
 
 def arena_bytes(plan: Plan) -> dict[str, int]:
-    """What each arena holds: state at rest, and slots or staging buffers."""
-    return {"device": plan.resting["device"] + sum(plan.slots), "host": plan.resting["host"] + plan.frames * plan.frame_bytes}
+    """What each arena holds: state at rest, and slots, or staging buffers and boundary activations."""
+    return {"device": plan.resting["device"] + sum(plan.slots), "host": plan.peak_bytes["host"]}

@@ -7,6 +7,7 @@ import math
 import os
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 
 import torch
 import xxhash
@@ -14,6 +15,7 @@ from torch import nn
 
 from offload import _core
 from offload.config import Tiers
+from offload.engine.activations import Activations, Pool
 from offload.engine.atrest import AtRest
 from offload.engine.build import Found, arena_bytes, make_records, make_shards
 from offload.engine.gradients import Gradients
@@ -28,7 +30,8 @@ from offload.errors import BudgetError, ConfigError, OffloadError
 from offload.memory.arena import Arena, reserve
 from offload.memory.budget import Budget
 from offload.memory.shard import Shard, check_process
-from offload.memory.swap import SwapSpace
+from offload.memory.swap import Extent, SwapSpace
+from offload.planner.boundaries import Boundaries
 from offload.planner.demand import Batch
 from offload.planner.placement import Plan, human
 from offload.transfer.device import Device
@@ -51,9 +54,11 @@ class Engine:
         self.update_seconds: dict[str, float] = {}
         self.space: SwapSpace | None = None
         self._held = [
-            self.budgets[tier].reserve(n, "state, slots and staging") for tier, n in (arena_bytes(plan) | {"nvme": plan.resting["nvme"]}).items()
+            self.budgets[tier].reserve(n, "state, slots and staging") for tier, n in (arena_bytes(plan) | {"nvme": plan.peak_bytes["nvme"]}).items()
         ]
-        self._held.append(self.budgets["host"].reserve(tiers.checksum_bytes(plan.resting["nvme"]), "checksums"))
+        self._held.append(self.budgets["host"].reserve(tiers.checksum_bytes(plan.peak_bytes["nvme"]), "checksums"))
+        self._further: list[Arena] = []
+        self.activations = Activations(device, lambda x: self.slots.unit_at(x.untyped_storage().data_ptr()) is not None)
         self.units, self.records = make_records(found, plan)
         try:
             check_takeable(self.records, self.units)
@@ -67,13 +72,15 @@ class Engine:
 
     def _open_tiers(self, tiers: Tiers, plan: Plan) -> None:
         sizes = arena_bytes(plan)
-        if plan.resting["nvme"]:
+        if plan.peak_bytes["nvme"]:
             self.space = SwapSpace(tiers.nvme, checksum=tiers.checksum)
         self.host = Arena("host", sizes["host"])
         self.device.register(self.host)
         self.arena = self.device.memory(sizes["device"])
         make_shards(self.units, plan, self.host, self.arena, self.space)
         self.frames = FramePool(self.host.take(plan.frames * plan.frame_bytes), plan.frames, plan.frame_bytes) if plan.frames else None
+        if plan.boundaries.sizes:
+            self._open_activations(plan.boundaries, self.host)
         if self.space is not None:
             self.space.open()
 
@@ -100,7 +107,7 @@ class Engine:
                     if buffer is not None:
                         module._buffers[key] = buffer.to(self.device.compute)
         self.streamer = Streamer(
-            self.model, self.units, self.records, self.slots, self.gradients, self.plan.activations == "recompute", self.initialise
+            self.model, self.units, self.records, self.slots, self.gradients, self.activations, self.plan.recomputes, self.initialise
         )
         self.streamer.on_root = self._close_plan
         self.streamer.before_backward = self._before_backward
@@ -119,8 +126,50 @@ class Engine:
         first = next((x for x in inputs if x.ndim > 1), None)
         if self.plan.batch is None and first is not None and torch.is_grad_enabled():
             rows = first.shape[:-1].numel() if first.is_floating_point() else first.numel()  # features are no tokens
-            self.plan = self.plan.closed(Batch(first.shape[0], max(1, rows // max(1, first.shape[0]))))
-            self.streamer.recompute = self.plan.activations == "recompute"
+            made = self.plan.closed(Batch(first.shape[0], max(1, rows // max(1, first.shape[0]))))
+            if made.boundaries.sizes:
+                self._reserve_boundaries(made.boundaries)
+            self.plan, self.streamer.recompute = made, made.recomputes
+
+    def _reserve_boundaries(self, boundaries: Boundaries) -> None:
+        """For a plan that is closed late. BudgetError or SwapError before anything else has happened."""
+        needs = boundaries.by_tier
+        needs["host"] += self.tiers.checksum_bytes(needs["nvme"])
+        with ExitStack() as undo:
+            for tier, nbytes in needs.items():
+                self._held.append(undo.enter_context(self.budgets[tier].reserve(nbytes, "boundary activations")))
+            opening = self.space is None and needs["nvme"] > 0
+            if opening:
+                self.space = SwapSpace(self.tiers.nvme, checksum=self.tiers.checksum)
+            self._open_activations(boundaries, self._further_memory(boundaries.by_tier["host"]))
+            if opening and self.space is not None:
+                self.space.open()
+            undo.pop_all()
+        self.device.resident_bytes_high += needs["host"]
+
+    def _open_activations(self, boundaries: Boundaries, arena: Arena) -> None:
+        pool = Pool(self._more_for_boundaries, self.space)
+        if boundaries.tier == "host":
+            pool.add(arena.take(boundaries.nbytes))
+        elif self.space is not None:
+            for nbytes in boundaries.sizes:
+                pool.add(self.space.allocate(nbytes))
+        self.activations.open(pool, [arena.take(boundaries.buffer_bytes) for _ in range(boundaries.buffers)])
+
+    def _further_memory(self, nbytes: int) -> Arena:
+        self._further.append(Arena("activations", nbytes))
+        self.device.register(self._further[-1])
+        return self._further[-1]
+
+    def _more_for_boundaries(self, nbytes: int) -> torch.Tensor | Extent:
+        """More is alive at once than was planned for (several forwards before a backward, wider inputs): it stays within the budget."""
+        tier, what = str(self.plan.boundaries.tier), "one more boundary activation than planned"
+        self._held.append(self.budgets[tier].reserve(nbytes, what))
+        if tier == "host":
+            return self._further_memory(nbytes).take(nbytes)
+        assert self.space is not None
+        self._held.append(self.budgets["host"].reserve(self.tiers.checksum_bytes(nbytes), f"checksums of {what}"))
+        return self.space.allocate(nbytes)
 
     # Values
 
@@ -250,7 +299,7 @@ class Engine:
 
     def _close_tiers(self) -> None:
         self.device.close()
-        for name in ("slots", "gradients", "updates"):
+        for name in ("slots", "gradients", "updates", "activations"):
             if name in self.__dict__:
                 getattr(self, name).close()
         self.frames = None
@@ -261,7 +310,7 @@ class Engine:
             unit.parameters, unit.gradients, unit.states = [], [], []
         if self.space is not None:
             self.space.close()
-        for arena in (getattr(self, "host", None), getattr(self, "arena", None)):
+        for arena in (getattr(self, "host", None), getattr(self, "arena", None), *self._further):
             if arena is not None:
                 arena.close()
         for held in self._held:

@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 
+from offload.engine.activations import Activations
 from offload.engine.atrest import AtRest
 from offload.engine.binding import Entry, bind, unbind
 from offload.engine.gradients import Gradients
@@ -105,6 +106,7 @@ class Streamer:
         records: list[Record],
         slots: Slots,
         gradients: Gradients,
+        activations: Activations,
         recompute: bool,
         ready: Callable[[int], None],
     ) -> None:
@@ -112,13 +114,16 @@ class Streamer:
         self.order = AccessOrder(len(units))
         self.entries = _entries(units, records)
         self.owners = [sorted({e.record.unit for e in entries}) for entries in self.entries]
-        self.recompute = recompute
+        self.activations, self.recompute = activations, recompute
+        compute = slots.device.compute  # a checkpoint keeps the random state of the devices of its arguments, which may all have left
+        self._anchor = None if compute.type == "cpu" else torch.empty(1, device=compute)
         self.before_backward: Callable[[], None] = lambda: None
         self.on_root: Callable[[list[torch.Tensor]], None] = lambda inputs: None
         self._ready = ready
         self._calls: list[_Call] = []
         self._backward = _Backward()
         self._handles: list[Any] = []
+        self._own_hooks: weakref.WeakKeyDictionary[Callable[[torch.Tensor], Any], Any] = weakref.WeakKeyDictionary()  # pack: the hooks around
         self._enter_hooks: list[tuple[nn.Module, Any]] = []
         slots.on_steal = self._stolen
         self._register(model, records)
@@ -152,6 +157,7 @@ class Streamer:
             return None  # a copy of the model took the hooks along
         if torch._C._current_graph_task_id() < 0:  # inside a backward it is a recomputation, whose leases stand
             self._end_backward()
+            self.activations.begin()
         for unit_module, handle in self._enter_hooks:  # last, so that what is recomputed starts from what the user's hooks made
             hooks = unit_module._forward_pre_hooks
             hooks[handle.id] = hooks.pop(handle.id)
@@ -189,9 +195,10 @@ class Streamer:
             output = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) and self._on_device(t) else t, output)
         self._end_from(call)
         if output is not None and torch.is_grad_enabled():
+            mark = self.activations.mark
             for tensor in _tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda grad, u=number, rebind=call.within_checkpoint: self._enter_backward(u, rebind))
+                    tensor.register_hook(lambda grad, u=number, rebind=call.within_checkpoint: self._enter_backward(u, rebind, mark))
         return output if escaping else None
 
     def _unit_under(self, tensor: torch.Tensor) -> int | None:
@@ -284,13 +291,22 @@ class Streamer:
                 )
             return slots.view(saved.record, saved.dtype, saved.size, saved.stride, saved.offset)
 
+        self._own_hooks[pack] = outer
         return saved_tensors_hooks(pack, unpack)
 
+    def _within_others_hooks(self) -> bool:
+        """Whether hooks for saved tensors other than `_saving`'s are around: those of a checkpoint, or the user's."""
+        hooks = _autograd._top_saved_tensors_default_hooks(False)
+        while hooks is not None and hooks[0] in self._own_hooks:
+            hooks = self._own_hooks[hooks[0]]
+        return hooks is not None
+
     def _checkpoint(self, module: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[None, None, None]:
-        def again(*args: Any, **kwargs: Any) -> Any:
+        def again(anchor: Any, *args: Any, **kwargs: Any) -> Any:
             flats = self._lease(number)
             before = bind(self.entries[number], flats, self.gradients)
             try:
+                args, kwargs = self.activations.back(args), self.activations.back(kwargs)
                 with self._saving():
                     return module.forward(*args, **kwargs)
             finally:
@@ -298,11 +314,14 @@ class Streamer:
                 for owner in self.owners[number]:
                     self.slots.uses[owner].firm -= 1
 
-        return _checkpoint_without_reentrant_generator(again, True, noop_context_fn, "default", False, True, *args, **kwargs)  # type: ignore[no-any-return]
+        if not self._within_others_hooks():
+            args, kwargs = self.activations.leave(number, self.units[number].name, args, kwargs)
+        settings = True, noop_context_fn, "default", False, True
+        return _checkpoint_without_reentrant_generator(again, *settings, self._anchor, *args, **kwargs)  # type: ignore[no-any-return]
 
     # Backward
 
-    def _enter_backward(self, number: int, rebind: bool) -> None:
+    def _enter_backward(self, number: int, rebind: bool, mark: tuple[int, int]) -> None:
         if self._backward.task == -1:
             self._backward.task = torch._C._current_graph_task_id()
             if _within_backward_of_checkpoint():
@@ -320,6 +339,7 @@ class Streamer:
                 with torch.enable_grad():
                     self._backward.before = bind(self.entries[number], flats, self.gradients)
         self._visited(("backward", number))
+        self.activations.ahead(mark)
 
     def _end_backward_unit(self) -> None:
         number, self._backward.unit = self._backward.unit, None
@@ -333,6 +353,7 @@ class Streamer:
 
     def _end_backward(self) -> None:
         self._end_backward_unit()
+        self.activations.forget()
         self._backward.task = -1
 
     def _stolen(self, number: int) -> None:

@@ -57,11 +57,13 @@ class Runtime:
             "stall_seconds": {
                 "fetch": e.slots.counters.stall_seconds["fetch"], "nvme_read": waits.get("read_wait", 0.0),
                 "nvme_write": waits.get("write_wait", 0.0), "update": waits.get("compute", 0.0),
+                **e.activations.counters.stall_seconds,
             },
             "placement": e.plan.describe(),
             "activations": e.plan.activations,
+            "activation_bytes": e.plan.activation_bytes,
             "fetches": e.slots.counters.fetches,
-            "prefetch_misses": e.slots.counters.misses,
+            "prefetch_misses": e.slots.counters.misses + e.activations.counters.misses,
             "skipped": e.skipped,
             "notes": self._notes(),
         }  # fmt: skip
@@ -91,6 +93,7 @@ class Runtime:
         self._excluded = self._moved()
         self._engine.update_seconds.clear()
         self._engine.slots.counters.stall_seconds["fetch"] = 0.0
+        self._engine.activations.counters.stall_seconds["activation"] = 0.0
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

@@ -89,9 +89,13 @@ def traffic_of(plan: Plan, *, direct: bool, accumulate: int = 1) -> Traffic:
     """What a plan moves in a step of `accumulate` micro-batches: a unit's parameters are fetched for each forward and each backward, gradients
     go once for each micro-batch and come back for the sum and for the update, state comes and goes once.
 
+    Boundary activations that leave the device go and come back once for each micro-batch.
     `direct`: the device computes from host memory, so that nothing goes over a link to it.
     """
-    read = write = h2d = d2h = updated = 0
+    away = accumulate * plan.boundaries.nbytes
+    read = write = away if plan.boundaries.tier == "nvme" else 0
+    h2d = d2h = 0 if direct else away
+    updated = 0
     for u, unit in enumerate(plan.layouts):
         nbytes = sum(f.nbytes for f in unit.flats)
         trained = unit.trained.numel * DTYPE_BYTES[plan.form.compute] if unit.trained else 0

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from offload.planner.layout import DTYPE_BYTES, ParameterSpec, UnitSpec
 
 VOCABULARY_RATIO = 8  # a matrix this much taller than wide is a table of a vocabulary, not a projection
+IN_TRANSIT = 3  # boundaries on the device where they rest elsewhere: one computed on, and one on its way or awaited on either side
 SLACK_MOST, SLACK_SHARE = 32 << 20, 8  # what estimates leave out: at most this, or this fraction of the device budget
 
 
@@ -43,7 +44,8 @@ class Working:
         return self.activations + self.logits + self.gradients + self.slack
 
 
-def _is_table(p: ParameterSpec) -> bool:
+def is_table(p: ParameterSpec) -> bool:
+    """Whether a matrix belongs to a vocabulary rather than to a projection."""
     return p.inner > 0 and p.numel >= VOCABULARY_RATIO * p.inner * p.inner
 
 
@@ -51,7 +53,7 @@ def _widths(p: ParameterSpec) -> int:
     """Elements a token of what a projection keeps."""
     if p.inner <= 0:
         return 0
-    return p.inner if _is_table(p) else p.inner + p.numel // p.inner
+    return p.inner if is_table(p) else p.inner + p.numel // p.inner
 
 
 def kept_bytes(unit: UnitSpec, tokens: int, compute_bytes: int) -> int:
@@ -71,14 +73,15 @@ def activation_bytes(units: Sequence[UnitSpec], batch: Batch | None, compute: st
         return sum(kept_bytes(u, t, size) for u in units)
     repeated = [u for u in units if u.repeated]
     rest = sum(kept_bytes(u, t, size) for u in units if not u.repeated)
-    return rest + sum(boundary_bytes(u, t, size) for u in repeated) + max((kept_bytes(u, t, size) for u in repeated), default=0) * 3 // 2
+    there = sorted((boundary_bytes(u, t, size) for u in repeated), reverse=True)[: IN_TRANSIT if mode in ("host", "nvme") else None]
+    return rest + sum(there) + max((kept_bytes(u, t, size) for u in repeated), default=0) * 3 // 2
 
 
 def logits_bytes(units: Sequence[UnitSpec], batch: Batch | None) -> int:
     """Logits in the compute dtype, in fp32, their softmax and their gradient."""
     if batch is None:
         return 0
-    rows = max((p.numel // p.inner for u in units for p in u.parameters if _is_table(p)), default=0)
+    rows = max((p.numel // p.inner for u in units for p in u.parameters if is_table(p)), default=0)
     return rows * min(batch.loss_tokens or batch.total, batch.total) * 14
 
 

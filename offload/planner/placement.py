@@ -19,6 +19,7 @@ from functools import cached_property, partial
 from offload.config import Precision
 from offload.errors import ConfigError, PlanError
 from offload.planner import demand
+from offload.planner.boundaries import AWAY, STAY, UNKNOWN_SHARE, Boundaries, boundaries, modes
 from offload.planner.fill import ROLES, TIERS, Filled, Load, Room, Runs, Short, Sizes, fill, fixed_bytes, moved, sizes_of
 from offload.planner.form import StateForm
 from offload.planner.layout import DTYPE_BYTES, Chunk, UnitLayout, UnitSpec, lay_out_all, round_up
@@ -69,6 +70,7 @@ class Plan:
     working: demand.Working
     resting: dict[str, int]
     budgets: dict[str, int]
+    boundaries: Boundaries = STAY
 
     @property
     def compute(self) -> str:
@@ -78,9 +80,19 @@ class Plan:
     def peak_bytes(self) -> dict[str, int]:
         return {
             "device": self.resting["device"] + sum(self.slots) + self.working.total,
-            "host": self.resting["host"] + self.frames * self.frame_bytes,
-            "nvme": self.resting["nvme"],
+            "host": self.resting["host"] + self.frames * self.frame_bytes + self.boundaries.by_tier["host"],
+            "nvme": self.resting["nvme"] + self.boundaries.by_tier["nvme"],
         }
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether repeated units are computed again in backward."""
+        return self.activations != "keep"
+
+    @property
+    def activation_bytes(self) -> dict[str, int]:
+        """Bytes of activations by tier, at their most."""
+        return {"device": self.working.activations} | self.boundaries.by_tier
 
     @property
     def parameters(self) -> int:
@@ -104,18 +116,16 @@ class Plan:
     def closed(self, batch: demand.Batch) -> Plan:
         """This plan for a batch that was not known when it was made: activations are chosen and counted now. PlanError where they do not fit."""
         specs = [u.spec for u in self.layouts]
-        left = self.budgets["device"] - self.resting["device"] - sum(self.slots)
-        work = self.working
-        for mode in ("keep", "recompute") if self.asked == "auto" else (self.asked,):
+        shorts: list[tuple[int, str, Plan]] = []
+        for mode in modes(self.asked, self.budgets["nvme"]):
             work = demand.working(specs, batch, self.compute, self.grad, mode, self.budgets["device"])
-            if work.total <= left:
-                return replace(self, activations=mode, batch=batch, working=work)
-        parts = f"activations {human(work.activations)}, logits {human(work.logits)}, gradients {human(work.gradients)}"
-        raise PlanError(
-            f"the device tier is short for this batch of {batch.sequences} x {batch.tokens}: need {human(work.total)} ({parts}); "
-            f"have {human(left)} beside state and slots. Ways out: give prepare(batch=({batch.sequences}, {batch.tokens})), "
-            "so that less rests on the device; use a smaller batch; raise the device budget."
-        )
+            made = replace(self, activations=mode, batch=batch, working=work, boundaries=boundaries(specs, batch, self.compute, mode))
+            over = {tier: made.peak_bytes[tier] - self.budgets[tier] for tier in TIERS}
+            tier = max(over, key=lambda t: over[t])
+            if over[tier] <= 0:
+                return made
+            shorts.append((over[tier], tier, made))
+        raise PlanError(_explain_batch(*min(shorts, key=lambda short: short[0])))
 
     def describe(self) -> dict[str, dict[str, int]]:
         """Bytes of each role on each tier."""
@@ -141,6 +151,23 @@ def human(n: int, rounding: Callable[[float], float] = round) -> str:
     return f"{rounding(n / size * 10**digits) / 10**digits:.{digits}f} {name}"
 
 
+def _explain_batch(over: int, tier: str, plan: Plan) -> str:
+    """A plan that was made without a batch is `over` bytes short on one tier with this one."""
+    work, batch = plan.working, plan.batch
+    assert batch is not None
+    if tier == "device":
+        need, beside = work.total, "state and slots"
+        parts = f"activations {human(work.activations)}, logits {human(work.logits)}, gradients {human(work.gradients)}"
+    else:
+        need, beside = plan.boundaries.by_tier[tier], "state" if tier == "nvme" else "state and staging buffers"
+        parts = f'boundary activations under activations = "{plan.activations}"'
+    return (
+        f"the {tier} tier is short for this batch of {batch.sequences} x {batch.tokens}: need {human(need)} ({parts}); "
+        f"have {human(need - over)} beside {beside}. Ways out: give prepare(batch=({batch.sequences}, {batch.tokens})), "
+        f"so that less rests on the {tier}; use a smaller batch; raise the {tier} budget."
+    )
+
+
 def nvme_extents(plan: Plan) -> Iterator[int]:
     """Bytes of each shard on nvme, in the order in which they are allocated."""
     for u, unit in enumerate(plan.layouts):
@@ -149,6 +176,8 @@ def nvme_extents(plan: Plan) -> Iterator[int]:
         chunks = chunks_of(unit)
         yield from (gradient_chunk_bytes(c, plan.grad) for c, tier in zip(chunks, plan.gradient[u], strict=True) if tier == "nvme")
         yield from (plan.form.record_bytes(c.numel) for c, tier in zip(chunks, plan.state[u], strict=True) if tier == "nvme")
+    if plan.boundaries.tier == "nvme":
+        yield from plan.boundaries.sizes
 
 
 @dataclass(frozen=True)
@@ -214,6 +243,7 @@ class _Refusal:
     need: int
     work: demand.Working
     slots: tuple[int, ...]
+    boundaries: Boundaries = STAY
 
 
 def check_place(place: dict[str, str] | None, capacities: Capacities) -> dict[str, str]:
@@ -229,9 +259,9 @@ def check_place(place: dict[str, str] | None, capacities: Capacities) -> dict[st
     return dict(place or {})
 
 
-def _stagings(request: _Request) -> list[_Staging]:
-    """The ways to stage, ampler first: none at all, then with buffers."""
-    host, fixed = request.capacities.host, request.fixed("host")
+def _stagings(request: _Request, host: int) -> list[_Staging]:
+    """The ways to stage within so much of the host, ampler first: none at all, then with buffers."""
+    fixed = request.fixed("host")
     beside = 4 + DTYPE_BYTES[request.compute]  # an element's gradient, as a sum in fp32, and parameter
     largest = max((u.numel for u in request.units), default=1)
     chunks = [c for c in CHUNKS if c <= round_up(largest, CHUNKS[-1])] or [CHUNKS[-1]]
@@ -255,6 +285,7 @@ class _Search:
         self._request = request
         self._cuts: dict[int, tuple[tuple[UnitLayout, ...], Sizes]] = {}
         self.best: tuple[_Staging, str, demand.Working, Filled] | None = None
+        self._boundaries = STAY
         self.refusals: list[_Refusal] = []
 
     def run(self, mode: str) -> None:
@@ -263,13 +294,18 @@ class _Search:
         device = request.capacities.device
         work = demand.working(request.units, request.batch, request.compute, request.grad, mode, device)
         resting_most = max(0, device - work.total) // request.share if request.capacities.rests else 0
-        stagings = _stagings(request)
+        self._boundaries = away = boundaries(request.units, request.batch, request.compute, mode)
+        host = request.capacities.host - away.by_tier["host"]
+        if host < 0:
+            self.refusals.append(_Refusal("host", away.by_tier["host"] + request.fixed("host"), work, (), away))
+            return
+        stagings = _stagings(request, host - (host // UNKNOWN_SHARE[mode] if mode in AWAY and request.batch is None else 0))
         if not self._try(stagings[0], mode, work):
             return  # with nothing staged and the largest chunks everything needs least
         for staging in stagings[1:]:
             host = staging.host - staging.nbytes
             if host < request.fixed("host"):
-                self.refusals.append(_Refusal("host", staging.nbytes + request.fixed("host"), work, ()))
+                self.refusals.append(self._refusal(Short("host", request.fixed("host")), staging, work))
                 continue
             least = max(request.fixed("nvme"), sum(request.role_bytes.values()) - resting_most - host)
             if least < self._nvme() and (staging.frames or not least):
@@ -318,7 +354,8 @@ class _Search:
 
     def _refusal(self, short: Short, staging: _Staging, work: demand.Working) -> _Refusal:
         if short.tier == "host":
-            return _Refusal("host", short.nbytes + staging.nbytes, work, ())
+            away = self._boundaries
+            return _Refusal("host", short.nbytes + staging.nbytes + away.by_tier["host"], work, (), away)
         return _Refusal("device", demand.budget_for(work.total - work.slack + short.nbytes), work, short.slots)
 
 
@@ -336,8 +373,9 @@ def plan_units(
     grad = "fp32" if accumulate > 1 else precision.grad
     request = _Request(tuple(units), capacities, StateForm.of(precision), grad, check_place(place, capacities), activations, batch)
     search = _Search(request)
-    for mode in ("keep", "recompute") if activations == "auto" else (activations,):
-        search.run(mode)
+    for mode in modes(activations, capacities.nvme):
+        if search.best is None or mode not in AWAY:
+            search.run(mode)
     if search.best is None:
         have = capacities.by_tier
         raise PlanError(_explain(request, min(search.refusals, key=lambda r: r.need - have[r.tier])))
@@ -346,7 +384,7 @@ def plan_units(
         layouts=search.cut(staging.chunk)[0], form=request.form, grad=grad, parameter=filled.parameter,
         gradient=_expanded(filled.gradient), state=_expanded(filled.state), slots=filled.slots, frames=staging.frames,
         frame_bytes=staging.frame_bytes, activations=mode, asked=activations, batch=batch, working=work, resting=filled.taken,
-        budgets=capacities.by_tier,
+        budgets=capacities.by_tier, boundaries=boundaries(units, batch, request.compute, mode),
     )  # fmt: skip
     unplaced = _unplaced(plan, capacities)
     if unplaced:
@@ -361,7 +399,7 @@ def _expanded(runs: Sequence[Runs]) -> tuple[tuple[str, ...], ...]:
 def _unplaced(plan: Plan, capacities: Capacities) -> int:
     """Bytes that find no place on nvme, where each shard goes whole to the next drive in turn that has room."""
     if len(capacities.drives) <= 1:
-        return max(0, plan.resting["nvme"] - capacities.nvme)
+        return max(0, plan.peak_bytes["nvme"] - capacities.nvme)
     left, turn, unplaced = list(capacities.drives), 0, 0
     for nbytes in nvme_extents(plan):
         drive = next((d % len(left) for d in range(turn, turn + len(left)) if left[d % len(left)] >= nbytes), None)
@@ -395,8 +433,11 @@ def _explain(request: _Request, short: _Refusal) -> str:
         less = 'set activations = "recompute"' if request.activations == "keep" else "freeze or split the largest parameters"
         ways = ("raise the device budget", "use a smaller batch or shorter sequences", less)
     elif short.tier == "host":
-        fixed = request.fixed("host")
-        what = f" ({'staging buffers' if not fixed else f'staging buffers and state placed there, {human(fixed)}'})"
+        fixed, away = request.fixed("host"), short.boundaries.by_tier["host"]
+        parts = "staging buffers" + (f", boundary activations {human(away)}" if away else "") + (
+            f" and state placed there, {human(fixed)}" if fixed else ""
+        )
+        what = f" ({parts})"
         nvme = "place less on the host" if cap.nvme else "name a directory under tiers.nvme"
         ways = ("raise the host budget", nvme, "let the planner choose (no place)" if fixed else "raise the device budget")
     else:

@@ -238,7 +238,7 @@ class Trainer:
         plan = self._runtime.plan
         links = {link: moved[link] // len(self._records) for link in ("nvme_read", "nvme_write", "h2d", "d2h")}
         return self._estimate.figures(
-            Traffic(**links, updated=plan.trained), recompute=plan.activations == "recompute", accumulate=self._config.data.accumulate
+            Traffic(**links, updated=plan.trained), recompute=plan.recomputes, accumulate=self._config.data.accumulate
         )
 
 

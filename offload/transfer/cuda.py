@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from offload.memory.arena import Arena
-from offload.transfer.device import Copy, Device, Landing, _host_view, _through_frames
+from offload.transfer.device import Copy, Device, Landing, Put, _host_view, _through_frames
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import SwapQueue, Transfer
 
@@ -53,7 +53,7 @@ class CudaDevice(Device):
         self.compute = device or torch.device("cuda", torch.cuda.current_device())
         self._copy_in = torch.cuda.Stream(self.compute)
         self._copy_out = torch.cuda.Stream(self.compute)
-        self._pinned: int | None = None
+        self._pinned: list[int] = []
         self._in = SwapQueue("h2d")
         self._out = SwapQueue("d2h")
 
@@ -61,7 +61,7 @@ class CudaDevice(Device):
         """Pins the host arena at its exact size; where the system refuses, copies are slower and that is said."""
         memory = host.whole
         if memory.numel() and int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
-            self._pinned = memory.data_ptr()
+            self._pinned.append(memory.data_ptr())
         elif memory.numel():
             log.warning("the host arena of %d bytes could not be pinned (see `ulimit -l`): copies to the device are slower", memory.numel())
 
@@ -110,6 +110,27 @@ class CudaDevice(Device):
         self.moved["d2h"] += nbytes
         return self._out.submit(run, nbytes, self.in_flight_bytes_most)
 
+    def stow(self, source: torch.Tensor, store: Callable[[Put], None]) -> Transfer:
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self.compute))
+
+        def put(target: torch.Tensor, part: torch.Tensor) -> None:
+            target.copy_(part, non_blocking=True)
+            self._copy_out.synchronize()  # so the source is free once all is put, and a staging buffer may be written to a file
+
+        def run(source: torch.Tensor = source) -> None:
+            with torch.cuda.stream(self._copy_out):
+                self._copy_out.wait_event(ready)
+                store(put)
+
+        self.moved["d2h"] += source.nbytes
+        return self._out.submit(run, source.nbytes, self.in_flight_bytes_most)
+
+    def scratch(self, nbytes: int) -> torch.Tensor:
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.compute)
+        memory.record_stream(self._copy_in)  # dropped unused, it must outlive the copy into it
+        return memory
+
     def relieve(self) -> None:
         return None  # device memory is not resident memory
 
@@ -121,6 +142,6 @@ class CudaDevice(Device):
     def close(self) -> None:
         self._in.close()
         self._out.close()
-        pinned, self._pinned = self._pinned, None
-        if pinned is not None:
-            torch.cuda.cudart().cudaHostUnregister(pinned)
+        pinned, self._pinned = self._pinned, []
+        for address in pinned:
+            torch.cuda.cudart().cudaHostUnregister(address)

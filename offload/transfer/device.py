@@ -20,13 +20,14 @@ from dataclasses import dataclass
 import torch
 
 from offload import _core
-from offload.memory.arena import Arena
+from offload.memory.arena import PAGE, Arena
 from offload.memory.limits import resident_bytes
 from offload.memory.shard import Shard
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import Done, Pace, SwapQueue, Transfer
 
 Landing = Callable[[torch.Tensor], None]
+Put = Callable[[torch.Tensor, torch.Tensor], None]  # fills its first argument from its second; the bytes are there when it returns
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,19 @@ class Device(ABC):
         Waits first while those under way and this one come to more than `in_flight_bytes_most`; one alone always may go.
         """
 
+    @abstractmethod
+    def stow(self, source: torch.Tensor, store: Callable[[Put], None]) -> Transfer:
+        """Starts `store(put)`, which moves the bytes of `source` to host memory with `put`; `source` is kept until then.
+
+        Waits first as `send` does. What the transfer's wait() raises is what `store` raised.
+        """
+
+    def scratch(self, nbytes: int) -> torch.Tensor:
+        """Device memory to fetch into, `nbytes` of uint8 on a page; it may be dropped while the fetch is under way."""
+        memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+        start = -memory.data_ptr() % PAGE
+        return memory[start : start + nbytes]
+
     def register(self, host: Arena) -> None:
         """Makes the host arena fit for fast copies, where that means anything."""
         return None
@@ -99,7 +113,7 @@ def _pieces(copy: Copy, frame_bytes: int) -> list[tuple[int, int]]:
     return [(i, min(most, n - i)) for i in range(0, n, most)]
 
 
-def _through_frames(copy: Copy, frames: FramePool, put: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+def _through_frames(copy: Copy, frames: FramePool, put: Put) -> None:
     """Reads a shard on NVMe piece by piece through a staging buffer; `put(target, staged)` takes each piece on."""
     flat = copy.target.view(-1)
     frame = frames.take()
@@ -162,6 +176,11 @@ class CpuDevice(Device):
         land(source)
         return Done()
 
+    def stow(self, source: torch.Tensor, store: Callable[[Put], None]) -> Transfer:
+        self.moved["d2h"] += source.nbytes
+        store(_put)
+        return Done()
+
 
 class SimDevice(Device):
     """Computes on the CPU behind an arena and two queues. `h2d` and `d2h` are bytes a second; `seed` puts transfers off by choice of the seed."""
@@ -199,6 +218,15 @@ class SimDevice(Device):
         nbytes = source.numel() * source.element_size()
         self.moved["d2h"] += nbytes
         return self._out.submit(lambda: land(source), nbytes, self.in_flight_bytes_most)
+
+    def stow(self, source: torch.Tensor, store: Callable[[Put], None]) -> Transfer:
+        nbytes = source.nbytes
+        self.moved["d2h"] += nbytes
+
+        def run(source: torch.Tensor = source) -> None:  # holds the source until it has run
+            store(_put)
+
+        return self._out.submit(run, nbytes, self.in_flight_bytes_most)
 
     def settle(self) -> None:
         self._in.drain()
