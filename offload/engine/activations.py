@@ -13,6 +13,7 @@ are no newer than what is computed.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import time
 import weakref
@@ -41,21 +42,23 @@ AHEAD = 2  # boundaries on their way back at most
 
 @dataclass(eq=False)
 class _Resting:
-    """Where the bytes of one tensor rest, what moved them there, and what read them. The first of `moves` appends the others as it runs."""
+    """Where the bytes of one tensor rest, the move out, and the file transfers that it and direct fetches started."""
 
     shard: Shard
-    moves: list[Transfer]
+    writes: list[Transfer]
     reads: list[Transfer]
+    leaving: Transfer | None = None
 
 
 class Pool:
-    """Memory of one tier for tensors that come and go. `more(nbytes)` is asked for another block where there is no room; it may raise.
+    """Memory of one tier for tensors that come and go.
 
+    Where there is no room `settle()` lets moves under way end, as these hold what was given up; then `more(nbytes)` makes another block, or raises.
     A block is a uint8 tensor on the host, or an extent of `space`.
     """
 
-    def __init__(self, more: Callable[[int], torch.Tensor | Extent], space: SwapSpace | None = None) -> None:
-        self._more, self._space = more, space
+    def __init__(self, more: Callable[[int], torch.Tensor | Extent], settle: Callable[[], None], space: SwapSpace | None) -> None:
+        self._more, self._settle, self._space = more, settle, space
         self._spans = Spans()
         self._blocks: list[np.ndarray[Any, Any] | Extent] = []
         self._returned: deque[tuple[int, int, int, list[Transfer], list[Transfer]]] = deque()
@@ -70,19 +73,24 @@ class Pool:
         size = round_up(nbytes, PAGE)
         at = self._spans.take(size)
         if at is None:
+            self._settle()
+            self._collect()
+            at = self._spans.take(size)
+        if at is None:
             self.add(self._more(size))
             at = self._spans.take(size)
         assert at is not None
         number, start = at
-        block, moves, reads = self._blocks[number], list[Transfer](), list[Transfer]()
+        block, writes, reads = self._blocks[number], list[Transfer](), list[Transfer]()
         if isinstance(block, Extent):
             shard = Shard("nvme", size, extent=Extent(block.file, block.offset + start, size), space=self._space)
             held: object = shard
         else:
             held = part = block[start : start + size]
             shard = Shard("host", size, memory=torch.from_numpy(part))
-        weakref.finalize(held, self._returned.append, (number, start, size, moves, reads)).atexit = False
-        return _Resting(shard, moves, reads)
+        # not the queues' own transfers: the traceback of a failed one would hold the shard
+        weakref.finalize(held, self._returned.append, (number, start, size, writes, reads)).atexit = False
+        return _Resting(shard, writes, reads)
 
     @property
     def free_bytes(self) -> int:
@@ -92,8 +100,8 @@ class Pool:
 
     def _collect(self) -> None:
         while self._returned:
-            number, start, size, moves, reads = self._returned.popleft()
-            moves += reads
+            number, start, size, writes, reads = self._returned.popleft()
+            moves = writes + reads
             for move in moves:  # what is under way to or from an extent must not meet what comes next
                 with contextlib.suppress(SwapError):
                     move.wait()
@@ -190,6 +198,7 @@ class Activations:
         self.device, self._in_slot = device, in_slot
         self.counters = Counters()
         self._mark = 0, 0  # numbers of the newest boundary before this forward of the model, and of the newest
+        self._collected = False
         self._pool: Pool | None = None
         self._outbox = _Outbox([])
         self._frames: FramePool | None = None
@@ -217,7 +226,18 @@ class Activations:
 
     def begin(self) -> None:
         """A forward of the whole model begins."""
-        self._mark = self._mark[1], self._mark[1]
+        self._mark, self._collected = (self._mark[1], self._mark[1]), False
+
+    def settle(self) -> None:
+        """Ends moves under way and lets go of graphs that nobody can reach any more, so that what they hold comes back."""
+        self.device.settle()
+        if torch._C._current_graph_task_id() < 0:  # what a backward that raised had queued is kept by autograd until the next backward
+            with torch.enable_grad():
+                x = torch.zeros((), requires_grad=True)
+                torch.autograd.grad(x.clone(), x)
+        if not self._collected:  # of an error that was raised, the traceback holds what it came through
+            gc.collect()
+            self._collected = True
 
     @property
     def mark(self) -> tuple[int, int]:
@@ -254,7 +274,7 @@ class Activations:
         resting, raw = self._pool.take(form.nbytes), form.raw(tensor)
         watch = tensor.detach()
         watch.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        resting.moves.append(self.device.stow(raw, self._storing(raw, form, resting)))
+        resting.leaving = self.device.stow(raw, self._storing(raw, form, resting))
         away = Away(unit, key, form, TensorWeakRef(tensor), watch, watch._version, resting)
         self._live.setdefault(self._mark[1], []).append(weakref.ref(away, _dropper(self._live, self._mark[1])))
         self._seen[id(tensor)] = away
@@ -281,7 +301,7 @@ class Activations:
                     put(buffer[first - start : last - start], raw[first - form.shift : last - form.shift])
 
                 nbytes = min(outbox.nbytes, resting.shard.nbytes - start)
-                resting.moves.append(outbox.write(resting.shard, start, nbytes, fill))
+                resting.writes.append(outbox.write(resting.shard, start, nbytes, fill))
 
         return store
 
@@ -321,12 +341,15 @@ class Activations:
         resting = away.resting
         if resting is None or away.coming is not None or (resting.shard.memory is not None and self.device.direct):
             return
-        for move in resting.moves:
-            move.wait()
+        if resting.leaving is not None:
+            resting.leaving.wait()
+        for write in resting.writes:
+            write.wait()
         target = self.device.scratch(resting.shard.nbytes)
         part = target if resting.shard.memory is None else target[: away.form.nbytes]
         arriving = self.device.fetch([Copy(part, resting.shard, 0, torch.uint8)], self._frames)
-        resting.reads.append(arriving)
+        if self.device.direct:
+            resting.reads.append(arriving)
         away.coming = target, arriving
 
     def _tensor(self, away: Away) -> torch.Tensor:

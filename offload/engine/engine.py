@@ -148,7 +148,7 @@ class Engine:
         self.device.resident_bytes_high += needs["host"]
 
     def _open_activations(self, boundaries: Boundaries, arena: Arena) -> None:
-        pool = Pool(self._more_for_boundaries, self.space)
+        pool = Pool(self._more_for_boundaries, self.activations.settle, self.space)
         if boundaries.tier == "host":
             pool.add(arena.take(boundaries.nbytes))
         elif self.space is not None:
