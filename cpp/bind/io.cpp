@@ -355,8 +355,11 @@ void bind_pipeline(py::module_& m) {
             wait_until([&](auto limit) { return b.wait_job_for(index, written, limit); });
           },
           py::arg("index"), py::arg("written") = false,
-          "Returns when the index-th job is updated (or written too); raises SwapError if it cannot be.")
+          "Returns when the index-th job is updated (or written too); raises its own SwapError if it cannot be.")
+      .def("reached", &Batch::reached, py::arg("index"), py::arg("written") = false,
+           "Whether wait_job would return, or raise, at once.")
       .def_property_readonly("done", &Batch::done)
+      .def_property_readonly("failed", &Batch::failed, "Whether any job has failed by now.")
       .def("__len__", &Batch::size)
       .def("stats", &stats_of, "Seconds read_wait, write_wait, compute; bytes_read, bytes_written.");
 

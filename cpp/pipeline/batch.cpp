@@ -47,18 +47,25 @@ void Batch::set(size_t index, State state) {
   changed_.notify_all();
 }
 
-void Batch::fail(const io::IoError& error) {
+void Batch::fail(size_t index, const io::IoError& error) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!error_) error_ = error;
+  errors_.emplace(index, error);
 }
 
-bool Batch::reached(size_t index, bool written) const {
+bool Batch::over(size_t index, bool written) const {
   const State state = states_[index];
   return state == State::kWritten || state == State::kFailed || (state == State::kUpdated && !written);
 }
 
-void Batch::raise() const {
-  if (error_) throw io::IoError(*error_);
+bool Batch::reached(size_t index, bool written) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_index(index);
+  return over(index, written);
+}
+
+void Batch::check_index(size_t index) const {
+  if (index >= states_.size()) throw std::out_of_range("no such job in the batch");
 }
 
 void Batch::wait() {
@@ -70,7 +77,7 @@ bool Batch::wait_for(std::chrono::milliseconds limit) {
   {
     std::unique_lock<std::mutex> lock(mutex_);
     if (changed_.wait_for(lock, limit, [this] { return unfinished_ == 0; })) {
-      raise();
+      if (error_) throw io::IoError(*error_);
       return true;
     }
   }
@@ -86,9 +93,9 @@ void Batch::wait_job(size_t index, bool written) {
 bool Batch::wait_job_for(size_t index, bool written, std::chrono::milliseconds limit) {
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (index >= states_.size()) throw std::out_of_range("no such job in the batch");
-    if (changed_.wait_for(lock, limit, [&] { return reached(index, written); })) {
-      if (states_[index] == State::kFailed) raise();
+    check_index(index);
+    if (changed_.wait_for(lock, limit, [&] { return over(index, written); })) {
+      if (states_[index] == State::kFailed) throw io::IoError(errors_.at(index));
       return true;
     }
   }
@@ -109,6 +116,11 @@ std::chrono::milliseconds Batch::patience() const {
 bool Batch::done() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return unfinished_ == 0;
+}
+
+bool Batch::failed() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return error_.has_value();
 }
 
 BatchStats Batch::stats() const {

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -30,8 +31,9 @@ class Batch {
 
   Batch(std::vector<std::shared_ptr<const Job>> jobs, std::vector<Hyper> hypers, bool refresh);
 
-  // Each throws the batch's first error, as io::IoError, if what it waits for did not happen, or one that says what is
-  // pending when a device is stuck: the batch is then still under way and can be waited for again.
+  // Each throws io::IoError if what it waits for did not happen: a job's own error, else the one that ended the stream;
+  // or one that says what is pending when a device is stuck: the batch is then still under way and can be waited for
+  // again.
   void wait();
   void wait_job(size_t index, bool written);
   // As above, giving up after `limit`: false when not yet there.
@@ -39,6 +41,9 @@ class Batch {
   bool wait_job_for(size_t index, bool written, std::chrono::milliseconds limit);
 
   bool done() const;
+  bool failed() const;  // of any job
+  // Whether wait_job() would return, or throw, at once.
+  bool reached(size_t index, bool written) const;
   size_t size() const { return jobs_.size(); }
   BatchStats stats() const;
 
@@ -47,9 +52,9 @@ class Batch {
 
   bool idle(size_t index) const;  // nothing to do for the job: see Pipeline::submit
   void set(size_t index, State state);
-  void fail(const io::IoError& error);
-  bool reached(size_t index, bool written) const;
-  void raise() const;
+  void fail(size_t index, const io::IoError& error);
+  bool over(size_t index, bool written) const;
+  void check_index(size_t index) const;
   void check_stuck() const;
   std::chrono::milliseconds patience() const;
 
@@ -62,7 +67,8 @@ class Batch {
   std::condition_variable changed_;
   std::vector<State> states_;
   size_t unfinished_;
-  std::optional<io::IoError> error_;
+  std::optional<io::IoError> error_;      // the first
+  std::map<size_t, io::IoError> errors_;  // each failed job's first
   BatchStats stats_;
 };
 

@@ -278,7 +278,7 @@ void Pipeline::arrive(const RunPtr& run) {
 
 void Pipeline::fail(const RunPtr& run, const io::IoError& error) {
   run->failed = true;
-  run->batch->fail(error);
+  run->batch->fail(run->index, error);
   if (!broken_) broken_ = error;
 }
 
@@ -303,7 +303,7 @@ bool Pipeline::abandon_all() {
 
 void Pipeline::abandon(const RunPtr& run) {
   leave_frame(*run);
-  run->batch->fail(*broken_);
+  run->batch->fail(run->index, *broken_);
   run->batch->set(run->index, Batch::State::kFailed);
 }
 

@@ -255,9 +255,11 @@ void failures(bool reading, size_t frame_count) {
   CHECK_THROWS(io::IoError, first->wait(), reading ? "EIO" : "ENOSPC");
   CHECK_THROWS(io::IoError, first->wait_job(3, true), "at offset 61440 of ");
   CHECK_THROWS(io::IoError, first->wait_job(11, false), "at offset 61440 of ");
+  CHECK_THROWS(std::out_of_range, first->reached(12, false), "no such job");
   CHECK_THROWS(io::IoError, second->wait(), reading ? "EIO" : "ENOSPC");
   auto third = rig.pipeline->submit({0}, {hyper_of(3)});
   CHECK_THROWS(io::IoError, third->wait(), reading ? "EIO" : "ENOSPC");
+  CHECK(first->failed() && first->reached(3, true) && first->reached(11, false));
   if (!reading) first->wait_job(0, true);  // done before the failure
   rig.pipeline.reset();
 }

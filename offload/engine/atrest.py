@@ -316,6 +316,9 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     written = _writes(func, args, kwargs)
     if func is aten.copy_.default and isinstance(args[0], AtRest) and not args[0].chain:
         return _overwrite(args[0], args[1])
+    if func is aten.zero_.default and isinstance(args[0], AtRest) and not args[0].chain and hasattr(args[0].source, "zero"):
+        args[0].source.zero()
+        return args[0]
     plain_args, plain_kwargs = tree_map(bases.value, args), tree_map(bases.value, kwargs)
     out = func(*plain_args, **plain_kwargs)
     targets = {id(x.source): x for x in _flat(written) if isinstance(x, AtRest)}

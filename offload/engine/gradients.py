@@ -43,6 +43,7 @@ class _Entry:
 
     generation: int = 0
     scale: float = 1.0
+    zeroed: bool = False  # it reads as zeros, which are yet to be stored: an update may still read what is there
     landing: list[Transfer] = field(default_factory=list)
     early_task: int = -1
     epoch: int = -1
@@ -56,12 +57,13 @@ class Gradients:
         self.units, self.records, self.dtype, self.device = units, records, dtype, device
         self._entries = {r.number: _Entry() for r in records}
         self._lock = threading.RLock()
-        self._cache = ChunkCache(frames, frames.count - 2) if frames is not None else None
+        self._cache = ChunkCache(frames, frames.count - 1) if frames is not None else None  # a fetch needs one
         self.closed = False
         self._owner = os.getpid()
         self._epoch = 0  # forwards seen: what landed before the last one belongs to an earlier micro-batch
         self._nested_tasks: set[int] = set()
         self.before_sums: Callable[[], None] = lambda: None
+        self.let_go: Callable[[int, int], None] = lambda unit, chunk: None  # waits for a chunk's update, which reads what rests here
         self._awaited: dict[int, set[int]] = {}
         self._first_chunk = [0]
         for unit in units:
@@ -188,6 +190,8 @@ class Gradients:
         self._check()
         entry = self._entries[record.number]
         self._settle(entry)
+        if entry.zeroed:
+            return torch.zeros(record.numel, dtype=self.dtype)
         out = torch.empty(record.numel, dtype=self.dtype)
         for chunk, start, first, stop in self._pieces(record):
             with self._lock:
@@ -201,6 +205,14 @@ class Gradients:
         self._settle(entry)
         entry.scale = 1.0
         self._store(record, value.detach().to("cpu").contiguous(), accumulate=False)
+
+    def zero(self, record: Record) -> None:
+        """As `write` of zeros, at once."""
+        self._check()
+        entry = self._entries[record.number]
+        self._settle(entry)
+        entry.scale, entry.zeroed = 1.0, True
+        record.sums.zero_()
 
     def settle(self) -> None:
         """Every landing is done; its error, if any, is raised."""
@@ -221,6 +233,9 @@ class Gradients:
     def flush(self) -> None:
         """Every landing is done and every chunk on NVMe is written; all staging buffers are free."""
         self.settle()
+        for record in self.records:
+            if self._entries[record.number].zeroed:
+                self._store(record, torch.zeros(record.numel, dtype=self.dtype), accumulate=False)
         if self._cache is not None:
             with self._lock:
                 self._cache.flush()
@@ -241,6 +256,11 @@ class Gradients:
             self._cache.moved(key for key in range(self._first_chunk[-1]))
 
     # Storing, in one thread at a time
+
+    def _release(self, record: Record) -> None:
+        """The last step's updates have read what is to be written over."""
+        for chunk, _ in record.slices:
+            self.let_go(record.unit, chunk)
 
     def _settle(self, entry: _Entry) -> None:
         landing, entry.landing = entry.landing, []
@@ -265,7 +285,12 @@ class Gradients:
     def _store(self, record: Record, host: torch.Tensor, accumulate: bool) -> None:
         if host.dtype not in CODES:
             host = host.float()
+        entry = self._entries[record.number]
+        if entry.zeroed and accumulate:
+            self._store(record, torch.zeros(record.numel, dtype=self.dtype), accumulate=False)
+        self._release(record)
         with self._lock:
+            entry.zeroed = False
             for chunk, start, first, stop in self._pieces(record):
                 part = self._memory(record, chunk, fresh=not accumulate and self._alone(record, chunk), dirty=True)
                 _core.land(
@@ -275,6 +300,7 @@ class Gradients:
                 self._came(record, chunk)
 
     def _rescale(self, record: Record, factor: float) -> None:
+        self._release(record)
         with self._lock:
             for chunk, start, first, stop in self._pieces(record):
                 part = self._memory(record, chunk, fresh=False, dirty=True)

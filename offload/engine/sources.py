@@ -101,6 +101,10 @@ class GradientSource:
         self._check()
         self.gradients.write(self.record, value)
 
+    def zero(self) -> None:
+        self._check()
+        self.gradients.zero(self.record)
+
     def describe(self) -> str:
         return f"gradient of {self.record.name}"
 

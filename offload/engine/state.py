@@ -15,7 +15,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 class State:
     """Reads and writes parameters, masters and moments. `before(record, reading)` runs first on each access, and before a read gives the
-    parameter a value if it has none; `refresh(record, start, part)` puts a newly written part where the device may already have a copy of it."""
+    parameter a value if it has none; `updated(unit, chunk, written)` waits for a chunk's update, or for its write-back; `refresh(record, start,
+    part)` puts a newly written part where the device may already have a copy of it."""
 
     def __init__(
         self,
@@ -23,17 +24,22 @@ class State:
         compute: torch.dtype,
         own_master: bool,
         before: Callable[[Record, bool], None],
+        updated: Callable[[int, int, bool], None],
         refresh: Callable[[Record, int, torch.Tensor], None],
     ) -> None:
         self.units, self.compute, self.own_master = units, compute, own_master
-        self._before, self._refresh = before, refresh
+        self._before, self._updated, self._refresh = before, updated, refresh
         self._generations: dict[int, int] = {}
 
     def parameter_shard(self, record: Record) -> tuple[Shard, int, torch.dtype]:
-        """The shard, the byte where the parameter starts in it, and the dtype stored."""
+        """The shard, the byte where the parameter starts in it, and the dtype stored; updates of what is there are done."""
         unit = self.units[record.unit]
         dtype = DTYPES[unit.layout.flats[record.flat].dtype]
-        return unit.parameters[record.flat], record.offset * dtype.itemsize, dtype
+        shard = unit.parameters[record.flat]
+        if record.trained:
+            for chunk, _ in record.slices:
+                self._updated(record.unit, chunk, shard.memory is None)
+        return shard, record.offset * dtype.itemsize, dtype
 
     def _state_part(self, record: Record, role: str, chunk: int, piece: Slice) -> tuple[Shard, int]:
         unit = self.units[record.unit]
@@ -41,6 +47,7 @@ class State:
         assert trained is not None
         whole = trained.chunks[chunk]
         order = state_roles(self.own_master).index(role)
+        self._updated(record.unit, chunk, unit.states[chunk].memory is None)
         return unit.states[chunk], (order * whole.numel + piece.offset - whole.start) * 4
 
     def read_value(self, record: Record) -> torch.Tensor:

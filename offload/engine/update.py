@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,32 +13,46 @@ from offload import _core
 from offload.engine.record import CODES, Record, Unit
 from offload.memory.shard import Shard
 from offload.ops import HYPER
-from offload.transfer.frames import FramePool
 
 _ABSOLUTE, _FRAME, _ABSENT = 0, 1, -1
 _Where = tuple[int, int]
 
 
+@dataclass(frozen=True)
+class _Job:
+    """A chunk's job: its number in the pipeline, and the numbers of the parameters it updates."""
+
+    number: int
+    unit: int
+    chunk: int
+    records: tuple[int, ...]
+
+
 class Updates:
-    """The jobs of every chunk, built once; a step picks those with gradients and gives each parameter its hyperparameters."""
+    """The jobs of every chunk, built once; a step picks those with gradients and gives each parameter its hyperparameters.
+
+    `frames`: buffers of `frame_bytes` for chunks that rest on NVMe.
+    """
 
     def __init__(
-        self, units: list[Unit], records: list[Record], own_master: bool, compute: torch.dtype, grad: torch.dtype, frames: FramePool | None
-    ) -> None:
+        self, units: list[Unit], records: list[Record], own_master: bool, compute: torch.dtype, grad: torch.dtype, frames: list[torch.Tensor],
+        frame_bytes: int,
+    ) -> None:  # fmt: skip
         self._own_master, self._compute, self._grad = own_master, compute, grad
         self._records = records
-        memory = frames.all if frames else []
-        self.pipeline = _core.Pipeline([f.data_ptr() for f in memory], frames.nbytes if frames else 0, 0, 0, memory)
-        self._jobs: list[tuple[int, bool, tuple[int, ...]]] = []  # (pipeline job, does I/O, record numbers)
+        resting = [s.memory for u in units for s in (*u.parameters, *u.gradients, *u.states) if s.memory is not None]
+        # Updates may run on after a model is dropped, so the pipeline holds what they touch.
+        self.pipeline = _core.Pipeline([f.data_ptr() for f in frames], frame_bytes, 0, 0, [*frames, *resting])
+        self._jobs: list[_Job] = []
+        self._order: tuple[int, ...] = ()
         of_unit: dict[int, list[Record]] = {}
         for record in records:
             of_unit.setdefault(record.unit, []).append(record)
         for unit in units:
             for chunk in range(len(unit.states)):
                 self._jobs.append(self._job(unit, chunk, of_unit[unit.number]))
-        self._jobs = _interleaved(self._jobs)
 
-    def _job(self, unit: Unit, number: int, records: list[Record]) -> tuple[int, bool, tuple[int, ...]]:
+    def _job(self, unit: Unit, number: int, records: list[Record]) -> _Job:
         trained = unit.layout.trained
         assert trained is not None
         chunk = trained.chunks[number]
@@ -70,7 +85,7 @@ class Updates:
             if piece.stop > piece.start:
                 segments.append(self._segment(record, piece.stop - piece.start, piece.offset - chunk.start, n, state, grad, value))
         job = self.pipeline.add_job(reads, segments, writes, CODES[self._grad], CODES[self._compute])
-        return job, bool(reads or writes), tuple(s[0] for s in segments)
+        return _Job(job, unit.number, number, tuple(s[0] for s in segments))
 
     def _segment(self, record: Record, n: int, at: int, chunk: int, state: _Where, grad: _Where, value: _Where) -> tuple[Any, ...]:
         def part(where: _Where, element: int, size: int) -> _Where:
@@ -89,22 +104,15 @@ class Updates:
         """A record a parameter, none active."""
         return np.zeros(max((r.number for r in self._records), default=-1) + 1, dtype=HYPER)
 
-    def run(self, hyper: np.ndarray[Any, Any]) -> dict[str, Any]:
-        """Updates every chunk that has an active parameter and waits; raises SwapError. Returns the pipeline's own counters."""
-        active = hyper["active"]
-        jobs = [job for job, _, numbers in self._jobs if any(active[i] for i in numbers)]
-        if not jobs:
-            return {}
-        batch = self.pipeline.submit(jobs, hyper)
-        batch.wait()
-        return dict(batch.stats())
+    def submit(self, hyper: np.ndarray[Any, Any], order: Sequence[int]) -> tuple[Any, list[tuple[int, int]]]:
+        """Starts updating every chunk that has an active parameter, units in `order`: the batch, and the unit and chunk of each of its jobs."""
+        self._arrange(tuple(order))
+        active = hyper["active"].tolist()
+        jobs = [job for job in self._jobs if any(active[i] for i in job.records)]
+        return self.pipeline.submit([job.number for job in jobs], hyper), [(job.unit, job.chunk) for job in jobs]
 
-
-def _interleaved(jobs: list[tuple[int, bool, tuple[int, ...]]]) -> list[tuple[int, bool, tuple[int, ...]]]:
-    """Jobs that do I/O spread evenly among those that do not, so that the link is never idle while the cores work, nor they."""
-
-    def spread(part: Iterable[tuple[int, bool, tuple[int, ...]]]) -> list[tuple[float, tuple[int, bool, tuple[int, ...]]]]:
-        part = list(part)
-        return [((i + 0.5) / len(part), job) for i, job in enumerate(part)]
-
-    return [job for _, job in sorted(spread(j for j in jobs if j[1]) + spread(j for j in jobs if not j[1]), key=lambda x: x[0])]
+    def _arrange(self, order: tuple[int, ...]) -> None:
+        if order != self._order:
+            rank = {unit: i for i, unit in enumerate(order)}
+            self._jobs.sort(key=lambda job: (rank[job.unit], job.chunk))
+            self._order = order

@@ -21,6 +21,7 @@ from offload.errors import ConfigError, PlanError
 from offload.planner import demand
 from offload.planner.fill import ROLES, TIERS, Filled, Load, Room, Runs, Short, Sizes, fill, fixed_bytes, moved, sizes_of
 from offload.planner.layout import DTYPE_BYTES, PAGE, Chunk, UnitLayout, UnitSpec, lay_out_all, round_up
+from offload.planner.staging import Staging, share_out
 
 CHUNKS = tuple((1 << 20) >> i for i in range(7))  # elements a chunk, largest first
 FRAMES_MOST, FRAMES_LEAST = 8, 3
@@ -77,6 +78,10 @@ class Plan:
             "host": self.resting["host"] + self.frames * self.frame_bytes,
             "nvme": self.resting["nvme"],
         }
+
+    @cached_property
+    def staging(self) -> Staging:
+        return share_out(self.frames, self.frame_bytes, self.layouts)
 
     @property
     def parameters(self) -> int:
