@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -24,6 +22,8 @@ from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
+
+import _result
 
 ADAM_BYTES_PER_SECOND = 40e9
 
@@ -99,12 +99,9 @@ def main() -> None:
         "compute_seconds": compute, "adam_seconds": adam, "nvme_seconds": disk, "nvme_bytes_per_step": moved, "disk_bytes_per_second": rates,
         "disk_measured_by": tool, "peak_bytes": summary["peak_bytes"], "budget_bytes": summary["budget_bytes"], "state_bytes": summary["state_bytes"],
         "eval_loss_first": summary["eval_loss_first"], "eval_loss_last": summary["eval_loss_last"],
-        "machine": f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}",
-        "torch": torch.__version__, "threads": torch.get_num_threads(), "command": "make demo && .venv/bin/python bench/demo.py",
+        "threads": torch.get_num_threads(), "before": "make demo",
     }  # fmt: skip
-    out = Path(__file__).parent / "results" / "demo.json"
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    result = _result.save(result, _result.RESULTS / "demo.json")
     if args.json:
         print(json.dumps(result))
     else:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -25,10 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
+import _result
 from offload import _core, ops
 from offload.config import parse_size
 from offload.memory.swap import SwapFile, SwapSpace
-from offload.observe import profile
 
 PIECE = 64 << 20
 IN_FLIGHT = 4
@@ -188,18 +187,12 @@ def main() -> None:
     args = parser.parse_args()
     if shutil.which("fio") is None:
         raise SystemExit("error: fio is what this compares with; install it")
-    load = os.getloadavg()[0]
     size, block = parse_size(args.size) // PIECE * PIECE, parse_size(args.block)
     with tempfile.TemporaryDirectory(prefix="offload-bench-", dir=args.path) as directory:
         rows = [] if args.only == "pipeline" else bench_swap(Path(directory), args, size, block)
         rows += [] if args.only == "swap" else bench_pipeline(Path(directory), args, size, block)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
-    result = {"machine": profile.machine(), "versions": profile.versions(), "commit": commit, "command": ["python", *sys.argv],
-              "load_before_and_after": [load, os.getloadavg()[0]], "engine": args.engine, "depth": args.depth, "block": block, "size": size,
-              "rows": rows}  # fmt: skip
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    figures = {"engine": args.engine, "depth": args.depth, "block": block, "size": size, "rows": rows}
+    result = _result.save(figures, args.out) if args.out else figures
     if args.json:
         print(json.dumps(result))
 

@@ -48,8 +48,13 @@ def make_device(device: str | Device | None) -> Device:
     return kind()
 
 
-def _capacities(tiers: Tiers, device: Device | type[Device]) -> Capacities:
-    return Capacities(tiers.device, tiers.host, tiers.nvme_bytes, device.rests, device.direct, tuple(size for _, size in tiers.nvme))
+MOST_BYTES = 20  # of state a parameter, padding included
+
+
+def _capacities(tiers: Tiers, device: Device | type[Device], parameters: int) -> Capacities:
+    """What may be planned with; host memory for checksums of all that might rest on nvme is left out."""
+    sums = tiers.checksum_bytes(min(tiers.nvme_bytes, MOST_BYTES * parameters))
+    return Capacities(tiers.device, max(0, tiers.host - sums), tiers.nvme_bytes, device.rests, device.direct, tuple(size for _, size in tiers.nvme))
 
 
 def _batch(batch: tuple[int, int] | Batch | None) -> Batch | None:
@@ -66,9 +71,10 @@ def plan(
     """
     precision = precision or Precision()
     refuse_later(precision=precision, activations=activations)
+    specs = [f.spec() for f in discover(model, units)]
     return plan_units(
-        [f.spec() for f in discover(model, units)],
-        _capacities(tiers, _device_kind(device)),
+        specs,
+        _capacities(tiers, _device_kind(device), sum(s.numel for s in specs)),
         precision,
         place=place,
         batch=_batch(batch),
@@ -99,9 +105,10 @@ def prepare(
         raise ConfigError(f"{type(model).__name__} has no parameters to prepare")
     target = make_device(device)
     try:
+        specs = [f.spec() for f in found]
         made = plan or plan_units(
-            [f.spec() for f in found],
-            _capacities(tiers, target),
+            specs,
+            _capacities(tiers, target, sum(s.numel for s in specs)),
             precision,
             place=place,
             batch=_batch(batch),

@@ -29,6 +29,7 @@ _SIZE_MAX = 1 << 62
 Compute = Literal["bf16", "fp16", "fp32"]
 Master = Literal["fp32", "split"]
 Moments = Literal["fp32", "bf16", "int8"]
+CHECKSUM_PAGE = 128 << 10  # bytes a drive above a sum of 4 bytes for each 4096: sums are held in pages
 Activations = Literal["auto", "keep", "recompute", "host", "nvme"]
 Updates = Literal["forward", "backward"]
 TierName = Literal["device", "host", "nvme"]
@@ -88,14 +89,18 @@ class Tiers:
     """The budgets of one process: what each tier may hold, in bytes.
 
     `device` and `host` are sizes (`"24GiB"`, `"24GB"`, a number of bytes); `nvme` lists (directory, size) pairs, over which state is striped.
+    With `checksum`, what is read from them is compared with what was written, and a byte that differs is a `SwapError`.
     Once built, sizes are integers and `nvme` is a tuple of (str, int). Raises `ConfigError` for what is no size.
     """
 
     device: int
     host: int
     nvme: tuple[tuple[str, int], ...]
+    checksum: bool
 
-    def __init__(self, device: str | int, host: str | int, nvme: Iterable[tuple[str | os.PathLike[str], str | int]] = ()) -> None:
+    def __init__(
+        self, device: str | int, host: str | int, nvme: Iterable[tuple[str | os.PathLike[str], str | int]] = (), *, checksum: bool = False
+    ) -> None:
         parsers: dict[str, tuple[Callable[[object], object], object]] = {
             "device": (parse_size, device),
             "host": (parse_size, host),
@@ -106,6 +111,13 @@ class Tiers:
                 object.__setattr__(self, name, parse(value))
             except ConfigError as error:
                 raise ConfigError(f"tiers.{name}: {error}") from None
+        if not isinstance(checksum, bool):
+            raise ConfigError(f"tiers.checksum = {checksum!r}: give true or false")
+        object.__setattr__(self, "checksum", checksum)
+
+    def checksum_bytes(self, nbytes: int) -> int:
+        """Host memory that checksums of `nbytes` on nvme take."""
+        return (nbytes >> 10) + len(self.nvme) * CHECKSUM_PAGE if self.checksum and nbytes else 0
 
     @property
     def nvme_bytes(self) -> int:
@@ -206,6 +218,7 @@ class TiersTable(_Table):
     device: Size
     host: Size
     nvme: Disks = []
+    checksum: bool = False
     place: Place = {}
 
 
@@ -305,7 +318,7 @@ class RunConfig(_Table):
 
     def tiers_value(self) -> Tiers:
         """The budgets as `prepare` takes them."""
-        return Tiers(self.tiers.device, self.tiers.host, self.tiers.nvme)
+        return Tiers(self.tiers.device, self.tiers.host, self.tiers.nvme, checksum=self.tiers.checksum)
 
     def place_value(self) -> dict[str, str] | None:
         """The roles fixed to tiers; None where there are none."""

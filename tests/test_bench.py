@@ -16,6 +16,7 @@ from offload.cli import bench
 from offload.cli.app import main
 from offload.config import parse_size
 from offload.errors import ConfigError
+from offload.observe import adam as adam_measure
 from offload.observe import measure, peers, profile
 
 
@@ -24,7 +25,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that take no time, a profile of the test's own, no peers that start slowly."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(measure, "PIECE", 1 << 20)
-    monkeypatch.setattr(measure, "adam_parameters", lambda: 1 << 16)
+    monkeypatch.setattr(adam_measure, "adam_parameters", lambda: 1 << 16)
     monkeypatch.setattr(measure, "probe_bytes", lambda *_: 8 << 20)
     monkeypatch.setattr(bench, "SWEEP", ((1 << 20, 8), (65536, 4)))
     monkeypatch.setattr(peers, "deepspeed_adam_seconds", lambda _: None)
@@ -63,7 +64,7 @@ def test_copy_and_adam(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     assert torch.cuda.is_available() or copy["device"].startswith("sim")
     adam = run(capsys, "adam")["adam"]
     forms = [row["form"] for row in adam["rows"]]
-    assert forms[: len(measure.FORMS)] == [form.name for form in measure.FORMS]
+    assert forms[: len(adam_measure.FORMS)] == [form.name for form in adam_measure.FORMS]
     assert all(row["gb_per_second"] > 0 and row["share_of_in_place"] > 0 for row in adam["rows"])
     assert profile.load("adam") == adam and profile.load("copy") == copy and profile.load("step", where="/") is None
 

@@ -17,7 +17,7 @@ from offload.config import Precision, parse_size
 from offload.errors import ConfigError, PlanError
 from offload.planner import demand
 from offload.planner.layout import ALIGN, CHUNK_ALIGN, DTYPE_BYTES, ParameterSpec, UnitSpec, lay_out, slot_bytes
-from offload.planner.placement import Capacities, Plan, chunks_of, gradient_chunk_bytes, nvme_extents, plan_units, state_chunk_bytes
+from offload.planner.placement import Capacities, Plan, chunks_of, gradient_chunk_bytes, nvme_extents, plan_units
 
 SETTINGS = settings(max_examples=60, deadline=None)
 PAGE = 4096
@@ -108,7 +108,7 @@ def _resting(plan: Plan) -> dict[str, int]:
         assert len(plan.gradient[u]) == len(plan.state[u]) == len(chunks)
         for i, chunk in enumerate(chunks):
             out[plan.gradient[u][i]] += _pages(gradient_chunk_bytes(chunk, plan.grad))
-            out[plan.state[u][i]] += _pages(state_chunk_bytes(chunk, plan.own_master))
+            out[plan.state[u][i]] += plan.form.record_bytes(chunk.numel)
     return out
 
 
@@ -126,14 +126,13 @@ def test_plan_keeps_capacities(
     assert plan.peak_bytes["host"] <= cap.host
     assert plan.peak_bytes["nvme"] <= cap.nvme
     assert plan.grad == ("fp32" if accumulate > 1 else "bf16")
-    assert plan.own_master == (compute == "fp32")
+    assert (plan.form.master == "own") == (compute == "fp32")
     if not cap.rests:
         assert not plan.resting["device"]
     if plan.resting["nvme"]:
         assert plan.frames >= 3
         largest = max((c.numel for u in plan.layouts for c in chunks_of(u)), default=0)
-        element = (8 if plan.own_master else 12) + 4 + DTYPE_BYTES[compute]
-        assert plan.frame_bytes >= largest * element
+        assert plan.frame_bytes >= plan.form.record_bytes(largest) + largest * (4 + DTYPE_BYTES[compute])
     _check_slots(plan, cap)
     total = sum(b for roles in plan.describe().values() for b in roles.values())
     assert total <= sum(plan.resting.values())

@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,8 @@ import numpy as np
 import pytest
 import torch
 
+import offload
+from helpers import BF16, ids, net
 from offload import _core, ops
 from offload.config import format_size
 from offload.errors import ConfigError, SwapError
@@ -231,6 +234,47 @@ def test_a_flipped_bit_stops_an_update(tmp_path: Path) -> None:
             batch.wait()
         assert not chunk.out.any()
         assert space.counters()["checksum_bytes"] > 0
+
+
+def test_a_flipped_bit_stops_a_run(tmp_path: Path) -> None:
+    """A byte of the master weights changes on disk between two steps."""
+    model = net()
+    tiers = offload.Tiers("64MiB", "64MiB", [(tmp_path / "swap", "64MiB")], checksum=True)
+    place = {"optimizer": "nvme", "parameter": "host", "gradient": "host"}
+    offload.prepare(model, tiers, device="cpu", precision=BF16, place=place)
+    with offload.runtime(model) as runtime:
+        optimizer = offload.optim.AdamW(model.parameters(), lr=1e-3)
+        batch = ids()
+
+        def step() -> None:
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            runtime.synchronize()
+
+        step()
+        assert 0 < runtime._engine.space.counters()["checksum_bytes"] <= tiers.checksum_bytes(runtime.plan.resting["nvme"])
+        (path,) = (tmp_path / "swap").glob("offload-*/state.swap")
+        flip(path, 6000)
+        with pytest.raises(SwapError, match=rf"{re.escape(str(path))} failed: bytes 4096 to 8192 of the file {NOT_WRITTEN}"):
+            step()
+
+
+def test_checksums_count_in_the_host_budget(tmp_path: Path) -> None:
+    """What the sums take is planned for, and a plan that has no room for them is refused."""
+    assert offload.Tiers("1GiB", "1GiB", [(tmp_path, "1GiB")]).checksum_bytes(1 << 30) == 0
+    tiers = offload.Tiers("1GiB", "1GiB", [(tmp_path, "1GiB")], checksum=True)
+    assert 1 << 20 < tiers.checksum_bytes(1 << 30) < 3 << 19 and tiers.checksum_bytes(0) == 0
+    with pytest.raises(ConfigError, match="checksum = 'yes': give true or false"):
+        offload.Tiers("1GiB", "1GiB", checksum="yes")  # type: ignore[arg-type]
+    with torch.device("meta"):
+        model = torch.nn.Linear(1024, 1024)
+    plain, summed = (
+        offload.plan(model, offload.Tiers("64MiB", "24MiB", [(tmp_path, "1GiB")], checksum=checksum), device="sim", batch=(1, 8))
+        for checksum in (False, True)
+    )
+    assert summed.resting["nvme"] >= plain.resting["nvme"]
+    assert summed.peak_bytes["host"] + (summed.resting["nvme"] >> 10) <= 24 << 20
 
 
 def test_without_checksums_nothing_is_compared(tmp_path: Path) -> None:

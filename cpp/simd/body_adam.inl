@@ -11,16 +11,21 @@ inline AdamScalars adam_scalars(const Coefficients& c) {
           all(c.take2),      all(c.unbias2), all(c.eps),   all(c.minus_step_size), c.from_grad};
 }
 
-// kFinal: m and v are stored as they are, so a NaN is made the one that is written.
-template <bool kCoupled, bool kFinal = true>
+inline void adam_averages(const AdamScalars& s, const Floats& g, Floats& m, Floats& v) {
+  m = fma(s.lerp1, sub(g, m), s.from_grad ? g : m);
+  v = fma(mul(s.take2, g), g, mul(s.beta2, v));
+}
+inline void adam_move(const AdamScalars& s, Floats& p, const Floats& m, const Floats& v) {
+  const Floats size = fma(root(v), s.unbias2, s.eps);
+  p = canonical(fma(s.minus_step_size, div(m, size), mul(s.decay, p)));
+}
+template <bool kCoupled>
 inline void adam_step(const AdamScalars& s, Floats& p, Floats g, Floats& m, Floats& v) {
   g = mul(g, s.grad_scale);
   if constexpr (kCoupled) g = fma(s.l2, p, g);
-  m = fma(s.lerp1, sub(g, m), s.from_grad ? g : m);
-  v = fma(mul(s.take2, g), g, mul(s.beta2, v));
-  if constexpr (kFinal) m = canonical(m), v = canonical(v);
-  const Floats size = fma(root(v), s.unbias2, s.eps);
-  p = canonical(fma(s.minus_step_size, div(m, size), mul(s.decay, p)));
+  adam_averages(s, g, m, v);
+  m = canonical(m), v = canonical(v);
+  adam_move(s, p, m, v);
 }
 
 template <bool kCoupled, class Grad, class Out>

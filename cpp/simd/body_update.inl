@@ -1,20 +1,24 @@
 // Updates of every form over any lanes, a group at a time; see update.h. Included inside an unnamed namespace; see
 // [Note: per-target code].
 
+// A rule is two steps: averages() makes the new moments from the gradient and the parameter, move() then the parameter.
+// The first may leave what the second needs of its own in the gradient, if it says so by kKeepsGrad.
 template <bool kCoupled>
 struct AdamRule {
-  static constexpr bool kKeepsM = true, kKeepsV = true;
+  static constexpr bool kKeepsM = true, kKeepsV = true, kKeepsGrad = false, kNeedsMaster = kCoupled;
   explicit AdamRule(const Coefficients& c) : s(adam_scalars(c)) {}
-  template <bool kFinal>
-  void step(Floats& p, const Floats& g, Floats& m, Floats& v) const {
-    adam_step<kCoupled, kFinal>(s, p, g, m, v);
+  void averages(const Floats& p, Floats& g, Floats& m, Floats& v) const {
+    g = mul(g, s.grad_scale);
+    if constexpr (kCoupled) g = fma(s.l2, p, g);
+    adam_averages(s, g, m, v);
   }
+  void move(Floats& p, const Floats&, const Floats& m, const Floats& v) const { adam_move(s, p, m, v); }
 
   AdamScalars s;
 };
 
 struct LionRule {
-  static constexpr bool kKeepsM = true, kKeepsV = false;
+  static constexpr bool kKeepsM = true, kKeepsV = false, kKeepsGrad = true, kNeedsMaster = true;
   explicit LionRule(const Coefficients& c)
       : grad_scale(all(c.grad_scale)),
         l2(all(c.l2)),
@@ -25,14 +29,14 @@ struct LionRule {
         coupled(c.coupled),
         from_grad(c.from_grad),
         from_grad2(c.from_grad2) {}
-  template <bool kFinal>
-  void step(Floats& p, Floats g, Floats& m, Floats&) const {
+  void averages(const Floats& p, Floats& g, Floats& m, Floats&) const {
     g = mul(g, grad_scale);
     if (coupled) g = fma(l2, p, g);
-    const Floats change = sub(g, m);
-    const Floats sign = sign_of(fma(lerp1, change, from_grad ? g : m));
-    m = fma(lerp2, change, from_grad2 ? g : m);
-    if constexpr (kFinal) m = canonical(m);
+    const Floats change = sub(g, m), old = m;
+    m = fma(lerp2, change, from_grad2 ? g : old);
+    g = sign_of(fma(lerp1, change, from_grad ? g : old));
+  }
+  void move(Floats& p, const Floats& sign, const Floats&, const Floats&) const {
     p = canonical(fma(minus_lr, sign, mul(decay, p)));
   }
 
@@ -41,7 +45,7 @@ struct LionRule {
 };
 
 struct AdagradRule {
-  static constexpr bool kKeepsM = false, kKeepsV = true;
+  static constexpr bool kKeepsM = false, kKeepsV = true, kKeepsGrad = true, kNeedsMaster = true;
   explicit AdagradRule(const Coefficients& c)
       : grad_scale(all(c.grad_scale)),
         l2(all(c.l2)),
@@ -49,12 +53,12 @@ struct AdagradRule {
         eps(all(c.eps)),
         minus_lr(all(c.minus_lr)),
         coupled(c.coupled) {}
-  template <bool kFinal>
-  void step(Floats& p, Floats g, Floats&, Floats& v) const {
+  void averages(const Floats& p, Floats& g, Floats&, Floats& v) const {
     g = mul(g, grad_scale);
     if (coupled) g = fma(l2, p, g);
     v = fma(g, g, v);
-    if constexpr (kFinal) v = canonical(v);
+  }
+  void move(Floats& p, const Floats& g, const Floats&, const Floats& v) const {
     p = canonical(fma(minus_lr, div(g, add(root(v), eps)), mul(decay, p)));
   }
 
@@ -62,11 +66,17 @@ struct AdagradRule {
   bool coupled;
 };
 
-template <class Rule, bool kFinal>
-inline void step_two(const Rule& rule, Two& p, const Two& g, Two& m, Two& v) {
-  rule.template step<kFinal>(p.even, g.even, m.even, v.even);
-  rule.template step<kFinal>(p.odd, g.odd, m.odd, v.odd);
+template <class Rule>
+inline void averages_of_two(const Rule& rule, const Two& p, Two& g, Two& m, Two& v) {
+  rule.averages(p.even, g.even, m.even, v.even);
+  rule.averages(p.odd, g.odd, m.odd, v.odd);
 }
+template <class Rule>
+inline void move_two(const Rule& rule, Two& p, const Two& g, const Two& m, const Two& v) {
+  rule.move(p.even, g.even, m.even, v.even);
+  rule.move(p.odd, g.odd, m.odd, v.odd);
+}
+inline Two canonical(const Two& a) { return {canonical(a.even), canonical(a.odd)}; }
 
 inline const char* at(const void* base, std::size_t bytes) { return static_cast<const char*>(base) + bytes; }
 inline char* at(void* base, std::size_t bytes) { return static_cast<char*>(base) + bytes; }
@@ -103,16 +113,34 @@ struct Beside {
   float* copy;
 };
 
+// The lines that 32 elements from the i-th will need some way down the stream.
+inline void ahead_two(const void* p, std::size_t width, std::size_t i) {
+  for (std::size_t byte = i * width; byte < (i + kPair) * width; byte += kLine) ahead(at(p, byte));
+}
+template <Master kMaster>
+inline void ahead_of_master(const Form& form, const Arrays& a, std::size_t i) {
+  ahead_two(a.master, bytes_of(kMaster), i);
+  if (kMaster == Master::split) ahead_two(a.low, 2, i);
+  if (a.out) ahead_two(a.out, bytes_of(form.out), i);
+}
+
 // One group, of fp32 or bf16 moments.
 template <Master kMaster, Moments kMoments, class Rule>
-inline void plain_group(const Rule& rule, const Arrays& a, const Beside& b, Random random) {
+inline void plain_group(const Rule& given, const Form& form, const Arrays& a, const Beside& b, Random random) {
   constexpr bool kBf16 = kMoments == Moments::bf16;
+  const Rule rule = given;  // a copy, which no store can change
   const Two zero{all(0), all(0)};
   for (std::size_t i = 0; i < kGroup; i += kPair) {
-    Two p = load_master<kMaster>(a, i), m = zero, v = zero;
+    ahead_of_master<kMaster>(form, a, i);
+    ahead_two(a.grad, bytes_of(form.grad), i);
+    if (Rule::kKeepsM) ahead_two(a.exp_avg, bytes_of(kMoments), i);
+    if (Rule::kKeepsV) ahead_two(a.exp_avg_sq, bytes_of(kMoments), i);
+    Two p = load_master<kMaster>(a, i), g = load_two(b.grad, b.grad_bf16, i), m = zero, v = zero;
     if constexpr (Rule::kKeepsM) m = load_two(a.exp_avg, kBf16, i);
     if constexpr (Rule::kKeepsV) v = load_two(a.exp_avg_sq, kBf16, i);
-    step_two<Rule, true>(rule, p, load_two(b.grad, b.grad_bf16, i), m, v);
+    averages_of_two(rule, p, g, m, v);
+    m = canonical(m), v = canonical(v);
+    move_two(rule, p, g, m, v);
     if constexpr (Rule::kKeepsM) store_plain<kMoments>(a.exp_avg, i, m, lowest<16>(random.word));
     if constexpr (Rule::kKeepsV) store_plain<kMoments>(a.exp_avg_sq, i, v, highest<16>(random.word));
     if constexpr (kBf16) random.advance();
@@ -121,53 +149,80 @@ inline void plain_group(const Rule& rule, const Arrays& a, const Beside& b, Rand
   }
 }
 
-// A group's new moment before it is packed, its lanes in any order.
-template <bool kSigned>
+// 32 values by 32 of a group, their lanes in any order.
 struct Kept {
   alignas(64) float x[kGroup];
 
-  // `most` becomes at least the bits of the magnitudes.
-  void put(std::size_t i, const Two& value, Ints& most) {
+  void put(std::size_t i, const Two& value) {
     store(x + i, value.even);
     store(x + i + kLanes, value.odd);
-    TwoInts bits = as_ints(value);  // without a sign but for a NaN's, which is above all then
-    if constexpr (kSigned) bits = {bits.even & ints(~kSign), bits.odd & ints(~kSign)};
-    most = larger(larger(most, bits.even), bits.odd);
   }
-  void pack_some(std::size_t i, void* codes, const Floats& inverse, const TwoInts& up) const {
-    const Two value{load(x + i), load(x + i + kLanes)};
-    pack<kSigned>(at(codes, i), add(offset<kSigned>(value, inverse), up));
-  }
+  Two get(std::size_t i) const { return {load(x + i), load(x + i + kLanes)}; }
+};
+// Becomes at least the bits of the magnitudes. What has no sign may be a NaN that has, which is above all then.
+template <bool kSigned>
+inline void raise(Ints& most, const Two& value) {
+  TwoInts bits = as_ints(value);
+  if constexpr (kSigned) bits = {bits.even & ints(~kSign), bits.odd & ints(~kSign)};
+  most = larger(larger(most, bits.even), bits.odd);
+}
+
+struct KeptGroup {
+  Kept m, v, g;
+  Packing pack_m, pack_v;
 };
 
-// One group, of moments in bytes, which can be packed only when all of the group has been updated.
+// [Note: moments in bytes, two passes]
+// A group can be packed only when all its new moments are known. The first pass makes them; the second packs them and
+// moves the parameters, whose divisions and roots take their time beside the packing.
 template <Master kMaster, class Rule>
-inline void byte_group(const Rule& given, const Arrays& a, const Beside& b, Random random) {
-  const Rule rule = given;  // a copy, which no store can change
-  Kept<true> kept_m;
-  Kept<false> kept_v;
+inline void byte_averages(const Rule& given, const Form& form, const Arrays& a, const Beside& b, KeptGroup& kept) {
+  const Rule rule = given;
   const Two zero{all(0), all(0)};
   Unpacking um{all(0), all(0)}, uv{all(0), all(0)};
   Ints most_m = ints(0), most_v = ints(0);
   if constexpr (Rule::kKeepsM) um = unpacking(a.exp_avg_scale);
   if constexpr (Rule::kKeepsV) uv = unpacking(a.exp_avg_sq_scale);
   for (std::size_t i = 0; i < kGroup; i += kPair) {
-    Two p = load_master<kMaster>(a, i), m = zero, v = zero;
+    ahead_two(a.grad, bytes_of(form.grad), i);
+    if (Rule::kKeepsM && i % kLine == 0) ahead(at(a.exp_avg, i));
+    if (Rule::kKeepsV && i % kLine == 0) ahead(at(a.exp_avg_sq, i));
+    Two p = zero, g = load_two(b.grad, b.grad_bf16, i), m = zero, v = zero;
+    if constexpr (Rule::kNeedsMaster) p = load_master<kMaster>(a, i);
     if constexpr (Rule::kKeepsM) m = unpack<true>(at(a.exp_avg, i), um);
     if constexpr (Rule::kKeepsV) v = unpack<false>(at(a.exp_avg_sq, i), uv);
-    step_two<Rule, false>(rule, p, load_two(b.grad, b.grad_bf16, i), m, v);
-    if constexpr (Rule::kKeepsM) kept_m.put(i, m, most_m);
-    if constexpr (Rule::kKeepsV) kept_v.put(i, v, most_v);
+    averages_of_two(rule, p, g, m, v);
+    if constexpr (Rule::kKeepsM) kept.m.put(i, m), raise<true>(most_m, m);
+    if constexpr (Rule::kKeepsV) kept.v.put(i, v), raise<false>(most_v, v);
+    if constexpr (Rule::kKeepsGrad) kept.g.put(i, g);
+  }
+  if constexpr (Rule::kKeepsM) kept.pack_m = packing<true>(largest(most_m));
+  if constexpr (Rule::kKeepsV) kept.pack_v = packing<false>(largest(most_v));
+}
+
+template <Master kMaster, class Rule>
+inline void byte_moves(const Rule& given, const Form& form, const Arrays& a, const Beside& b, const KeptGroup& kept,
+                       Random random) {
+  const Rule rule = given;
+  const Two zero{all(0), all(0)};
+  const Packing pm = kept.pack_m, pv = kept.pack_v;
+  if constexpr (Rule::kKeepsM) set_scale(a.exp_avg_scale, pm.scale);
+  if constexpr (Rule::kKeepsV) set_scale(a.exp_avg_sq_scale, pv.scale);
+  const Floats inverse_m = all(pm.inverse), inverse_v = all(pv.inverse);
+  for (std::size_t i = 0; i < kGroup; i += kPair) {
+    ahead_of_master<kMaster>(form, a, i);
+    Two p = load_master<kMaster>(a, i), g = zero, m = zero, v = zero;
+    if constexpr (Rule::kKeepsM) m = kept.m.get(i);
+    if constexpr (Rule::kKeepsV) v = kept.v.get(i);
+    if constexpr (Rule::kKeepsGrad) g = kept.g.get(i);
+    move_two(rule, p, g, m, v);
+    if constexpr (Rule::kKeepsM)
+      pack<true>(at(a.exp_avg, i), add(offset<true>(m, inverse_m), lowest<kDropped>(random.word)));
+    if constexpr (Rule::kKeepsV)
+      pack<false>(at(a.exp_avg_sq, i), add(offset<false>(v, inverse_v), highest<kDropped>(random.word)));
+    random.advance();
     store_master<kMaster>(a, i, p);
     if (b.copy) store_two(b.copy + i, p);
-  }
-  Packing pm{0, 0}, pv{0, 0};
-  if constexpr (Rule::kKeepsM) pm = packing<true>(largest(most_m)), set_scale(a.exp_avg_scale, pm.scale);
-  if constexpr (Rule::kKeepsV) pv = packing<false>(largest(most_v)), set_scale(a.exp_avg_sq_scale, pv.scale);
-  for (std::size_t i = 0; i < kGroup; i += kPair) {
-    if constexpr (Rule::kKeepsM) kept_m.pack_some(i, a.exp_avg, all(pm.inverse), lowest<kDropped>(random.word));
-    if constexpr (Rule::kKeepsV) kept_v.pack_some(i, a.exp_avg_sq, all(pv.inverse), highest<kDropped>(random.word));
-    random.advance();
   }
   if (Rule::kKeepsM && pm.inverse == 0) __builtin_memset(a.exp_avg, 0, kGroup);
   if (Rule::kKeepsV && pv.inverse == 0) __builtin_memset(a.exp_avg_sq, 0, kGroup);
@@ -211,17 +266,18 @@ inline void whole_group(const Rule& rule, const Form& form, const Arrays& a, con
     for (std::size_t i = 0; i < kGroup; i += kLanes) store(widened + i, load(static_cast<const Half*>(a.grad) + i));
     b.grad = widened;
   }
-  if constexpr (kMoments == Moments::i8)
-    byte_group<kMaster>(rule, a, b, random);
-  else
-    plain_group<kMaster, kMoments>(rule, a, b, random);
+  if constexpr (kMoments == Moments::i8) {
+    KeptGroup kept;
+    byte_averages<kMaster>(rule, form, a, b, kept);
+    byte_moves<kMaster>(rule, form, a, b, kept, random);
+  } else {
+    plain_group<kMaster, kMoments>(rule, form, a, b, random);
+  }
   if (!a.out) return;
   typed(a.out, form.out, [&](auto* out) {
     for (std::size_t i = 0; i < kGroup; i += kLanes) store(out + i, load(copied + i));
   });
 }
-
-constexpr std::size_t kAheadGroups = 2;
 
 template <class Rule, Master kMaster, Moments kMoments>
 void update_range(const Coefficients& c, const Form& form, const Arrays& arrays, std::uint64_t first, std::size_t n) {
@@ -229,11 +285,6 @@ void update_range(const Coefficients& c, const Form& form, const Arrays& arrays,
   Parts parts = parts_of(form, arrays);
   std::size_t group = 0;
   for (; n - group * kGroup >= kGroup; ++group) {
-    for (const Part& part : parts.part) {
-      if (!part.base) continue;
-      const char* next = static_cast<const char*>(part.base) + kAheadGroups * kGroup * part.width;
-      for (std::size_t line = 0; line < kGroup * part.width; line += kLine) __builtin_prefetch(next + line);
-    }
     const Random random = random_words(c.key, first / kGroup + group);
     whole_group<kMaster, kMoments>(rule, form, arrays_of(parts, arrays, group), random);
     for (Part& part : parts.part)

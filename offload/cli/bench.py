@@ -120,10 +120,10 @@ def measure_swap(directory: Path) -> dict[str, Any]:
 
 def measure_adam() -> dict[str, Any]:
     from offload import _core
-    from offload.observe import measure, peers
+    from offload.observe import adam, measure, peers
 
-    n = measure.adam_parameters()
-    rows = measure.adam_rates(n)
+    n = adam.adam_parameters()
+    rows = adam.adam_rates(n)
     theirs = peers.deepspeed_adam_seconds(n)
     if theirs is not None:
         rows.append({"form": "DeepSpeedCPUAdam, fp32", "bytes_per_parameter": 28, "gb_per_second": measure.rate(28 * n, theirs),
@@ -168,10 +168,10 @@ def _tables(result: dict[str, Any]) -> Iterator[Any]:
     if "adam" in result:
         adam = result["adam"]
         made = table(f"adam: {adam['parameters']:,} parameters, {adam['instruction_set']}, {adam['threads']} threads", "", "B a parameter", "GB/s",
-                     "share of in-place", "s a billion")  # fmt: skip
+                     "share of in-place", "times fp32 state", "s a billion")  # fmt: skip
         for row in adam["rows"]:
-            made.add_row(row["form"], str(row["bytes_per_parameter"]), _figure(row["gb_per_second"], ".1f"), _figure(row.get("share_of_in_place")),
-                         _figure(row.get("seconds_per_billion")))  # fmt: skip
+            figures = (row["gb_per_second"], row.get("share_of_in_place"), row.get("times_fp32_state"), row.get("seconds_per_billion"))
+            made.add_row(row["form"], _figure(row["bytes_per_parameter"], ".4g"), *map(_figure, figures))
         yield made
     if "step" in result:
         step = result["step"]

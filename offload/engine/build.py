@@ -16,7 +16,7 @@ from offload.memory.arena import Arena
 from offload.memory.shard import Shard
 from offload.memory.swap import SwapSpace
 from offload.planner.layout import ParameterSpec, UnitSpec
-from offload.planner.placement import Plan, chunks_of, gradient_chunk_bytes, state_chunk_bytes
+from offload.planner.placement import Plan, chunks_of, gradient_chunk_bytes
 
 
 @dataclass
@@ -135,7 +135,7 @@ def make_shards(units: Sequence[Unit], plan: Plan, host: Arena, device: Arena, s
         unit.parameters = [take(plan.parameter[u], f.nbytes) for f in unit.layout.flats]
         chunks = chunks_of(unit.layout)
         unit.gradients = [take(t, gradient_chunk_bytes(c, plan.grad)) for t, c in zip(plan.gradient[u], chunks, strict=True)]
-        unit.states = [take(t, state_chunk_bytes(c, plan.own_master)) for t, c in zip(plan.state[u], chunks, strict=True)]
+        unit.states = [take(t, plan.form.record_bytes(c.numel)) for t, c in zip(plan.state[u], chunks, strict=True)]
 
 
 def arena_bytes(plan: Plan) -> dict[str, int]:

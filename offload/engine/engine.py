@@ -42,7 +42,7 @@ class Engine:
     """Everything behind one prepared model. Built by `prepare`; `close()` gives all of it back."""
 
     def __init__(self, model: nn.Module, found: Sequence[Found], plan: Plan, tiers: Tiers, device: Device, seed: int) -> None:
-        self.model, self.plan, self.device, self.seed = model, plan, device, seed
+        self.model, self.plan, self.tiers, self.device, self.seed = model, plan, tiers, device, seed
         self.budgets = {tier: Budget(tier, n) for tier, n in tiers.budget_bytes().items()}
         self.closed = False
         self._owner = os.getpid()
@@ -53,6 +53,7 @@ class Engine:
         self._held = [
             self.budgets[tier].reserve(n, "state, slots and staging") for tier, n in (arena_bytes(plan) | {"nvme": plan.resting["nvme"]}).items()
         ]
+        self._held.append(self.budgets["host"].reserve(tiers.checksum_bytes(plan.resting["nvme"]), "checksums"))
         self.units, self.records = make_records(found, plan)
         try:
             check_takeable(self.records, self.units)
@@ -67,7 +68,7 @@ class Engine:
     def _open_tiers(self, tiers: Tiers, plan: Plan) -> None:
         sizes = arena_bytes(plan)
         if plan.resting["nvme"]:
-            self.space = SwapSpace(tiers.nvme)
+            self.space = SwapSpace(tiers.nvme, checksum=tiers.checksum)
         self.host = Arena("host", sizes["host"])
         self.device.register(self.host)
         self.arena = self.device.memory(sizes["device"])
@@ -81,7 +82,7 @@ class Engine:
     def _build(self, plan: Plan) -> None:
         compute = DTYPES[plan.compute]
         self.background = Background(self.units, self._make_updates(DTYPES[plan.grad]))
-        self.state = State(self.units, compute, plan.own_master, self._before_access, self.background.wait, self._refresh)
+        self.state = State(self.units, plan.form, self._before_access, self.background.wait, self._refresh)
         self.slots = Slots(self.units, plan.slots, self.device, compute, self.frames, self.arena.take, self.background)
         self.gradients = Gradients(self.units, self.records, DTYPES[plan.grad], self.device, self.frames)
         self.gradients.let_go = self.background.let_go
@@ -89,7 +90,7 @@ class Engine:
 
     def _make_updates(self, grad: torch.dtype) -> Updates:
         plan = self.plan
-        return Updates(self.units, self.records, plan.own_master, DTYPES[plan.compute], grad, self.update_frames, plan.staging.frame_bytes)
+        return Updates(self.units, self.records, plan.form, grad, self.update_frames, plan.staging.frame_bytes, self.seed)
 
     def _take_over(self) -> None:
         """Values go to their shards, and parameters become tensors at rest, unit by unit."""
@@ -172,6 +173,8 @@ class Engine:
                 "raise a budget, or call zero_grad() between"
             )
         self._held.append(self.budgets[tier].reserve(need, "fp32 sums of gradients"))
+        if tier == "nvme":
+            self._held.append(self.budgets["host"].reserve(self.tiers.checksum_bytes(need), "checksums of fp32 sums of gradients"))
         memory = reserve(need) if tier == "host" else None
         at = 0
 

@@ -56,7 +56,7 @@ class MomentSource:
 
     def write(self, value: torch.Tensor) -> None:
         self._check()
-        self.state.write_state(self.record, self.role, value)
+        self.state.write_moment(self.record, self.role, value)
 
     def describe(self) -> str:
         return f"{self.role} of {self.record.name}"

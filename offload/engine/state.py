@@ -1,16 +1,30 @@
-"""Values at rest: parameters, masters and moments, wherever their shards are."""
+"""Values at rest: parameters, masters and moments, wherever their shards are and in whatever form."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 
+from offload import ops
 from offload.engine.record import DTYPES, Record, Unit
 from offload.memory.shard import Shard
-from offload.planner.layout import Slice
+from offload.planner.form import GROUP, MOMENTS, StateForm, scale_of
+from offload.planner.layout import round_up
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+
+class _Stretch(NamedTuple):
+    """Elements [first, stop) of a parameter; they lie in one chunk, from its element `at` on."""
+
+    chunk: int
+    at: int
+    first: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.first
 
 
 class State:
@@ -21,13 +35,12 @@ class State:
     def __init__(
         self,
         units: list[Unit],
-        compute: torch.dtype,
-        own_master: bool,
+        form: StateForm,
         before: Callable[[Record, bool], None],
         updated: Callable[[int, int, bool], None],
         refresh: Callable[[Record, int, torch.Tensor], None],
     ) -> None:
-        self.units, self.compute, self.own_master = units, compute, own_master
+        self.units, self.form, self.compute = units, form, DTYPES[form.compute]
         self._before, self._updated, self._refresh = before, updated, refresh
         self._generations: dict[int, int] = {}
 
@@ -41,24 +54,49 @@ class State:
                 self._updated(record.unit, chunk, shard.memory is None)
         return shard, record.offset * dtype.itemsize, dtype
 
-    def _state_part(self, record: Record, role: str, chunk: int, piece: Slice) -> tuple[Shard, int]:
-        unit = self.units[record.unit]
-        trained = unit.layout.trained
+    def _stretches(self, record: Record, first: int = 0, stop: int | None = None) -> Iterator[_Stretch]:
+        """Elements [first, stop) of a parameter, chunk by chunk."""
+        trained = self.units[record.unit].layout.trained
         assert trained is not None
-        whole = trained.chunks[chunk]
-        order = state_roles(self.own_master).index(role)
-        self._updated(record.unit, chunk, unit.states[chunk].memory is None)
-        return unit.states[chunk], (order * whole.numel + piece.offset - whole.start) * 4
+        for chunk, piece in record.slices:
+            begin, end = max(piece.start, first), min(piece.stop, record.numel if stop is None else stop)
+            if begin < end:
+                yield _Stretch(chunk, piece.offset - trained.chunks[chunk].start + begin - piece.start, begin, end)
+
+    def _part(self, record: Record, role: str, where: _Stretch) -> tuple[Shard, int]:
+        """The shard that has a part of the state, and the byte where the stretch's values of it start."""
+        unit = self.units[record.unit]
+        assert unit.layout.trained is not None
+        self._updated(record.unit, where.chunk, unit.states[where.chunk].memory is None)
+        return unit.states[where.chunk], self.form.at(role, unit.layout.trained.chunks[where.chunk].numel, where.at)
+
+    def _read_part(self, record: Record, role: str, where: _Stretch, out: torch.Tensor | None = None) -> torch.Tensor:
+        """A part of the state as it is stored."""
+        part = self.form.part(role)
+        out = torch.empty(part.numel(where.numel), dtype=DTYPES[part.dtype]) if out is None else out
+        shard, start = self._part(record, role, where)
+        shard.read(start, out)
+        return out
+
+    def _write_part(self, record: Record, role: str, where: _Stretch, stored: torch.Tensor) -> None:
+        shard, start = self._part(record, role, where)
+        shard.write(start, stored)
+
+    # Parameters and masters
 
     def read_value(self, record: Record) -> torch.Tensor:
         """A fresh plain tensor of the parameter's shape and dtype."""
         self._before(record, True)
-        if record.trained and not self.own_master and record.dtype != self.compute:
+        if record.trained and self.form.master != "own" and record.dtype != self.compute:
             return self.read_state(record, "master").to(record.dtype).view(record.shape)
+        return self._read_stored(record, 0, record.numel).to(record.dtype).view(record.shape)
+
+    def _read_stored(self, record: Record, first: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Elements [first, stop) of the copy that is computed with, in its own dtype."""
         shard, start, dtype = self.parameter_shard(record)
-        out = torch.empty(record.numel, dtype=dtype)
-        shard.read(start, out)
-        return out.to(record.dtype).view(record.shape)
+        out = torch.empty(stop - first, dtype=dtype) if out is None else out
+        shard.read(start + first * dtype.itemsize, out)
+        return out
 
     def write_value(self, record: Record, value: torch.Tensor, *, ready: bool = True) -> None:
         """Stores a whole value: in the master, and in the copy that is computed with. `ready=False` while preparing or initialising."""
@@ -69,55 +107,98 @@ class State:
         if ready:
             self._before(record, False)
         record.version += 1
-        shard, start, dtype = self.parameter_shard(record)
         at = 0
         for part in parts:
             flat = part.to(record.dtype)
-            if record.trained and not self.own_master:
-                self.write_state(record, "master", flat, at)
-            stored = flat.to(dtype)
-            shard.write(start + at * dtype.itemsize, stored)
-            self._refresh(record, at, stored)
+            if record.trained and self.form.master != "own":
+                for where in self._stretches(record, at, at + flat.numel()):
+                    self._write_master(record, where, flat[where.first - at : where.stop - at])
+            if not (record.trained and self.form.master == "split"):
+                self._write_stored(record, at, flat)
             at += flat.numel()
         record.written = True
 
+    def _write_stored(self, record: Record, first: int, values: torch.Tensor) -> None:
+        shard, start, dtype = self.parameter_shard(record)
+        stored = values.to(dtype)
+        shard.write(start + first * dtype.itemsize, stored)
+        self._refresh(record, first, stored)
+
+    def _write_master(self, record: Record, where: _Stretch, values: torch.Tensor) -> None:
+        """Stores a master; a split one whole, with the half that is computed with."""
+        master = values.to(torch.float32)
+        if self.form.master == "fp32":
+            self._write_part(record, "master", where, master)
+            return
+        high, low = torch.empty(where.numel, dtype=torch.bfloat16), torch.empty(where.numel, dtype=torch.int16)
+        ops.split_(high, low, master)
+        self._write_part(record, "low", where, low)
+        self._write_stored(record, where.first, high)
+
+    # Reading any role
+
     def read_state(self, record: Record, role: str) -> torch.Tensor:
-        """fp32 values of "master", "exp_avg" or "exp_avg_sq", flat. Where the parameter is its own master, "master" reads it."""
-        if role == "master" and self.own_master:
-            return self.read_value(record).float().view(-1)
+        """fp32 values of "master", "exp_avg" or "exp_avg_sq", flat."""
         self._before(record, True)
         out = torch.empty(record.numel, dtype=torch.float32)
-        for chunk, piece in record.slices:
-            shard, start = self._state_part(record, role, chunk, piece)
-            shard.read(start, out[piece.start : piece.stop])
+        for where in self._stretches(record):
+            self._read(record, role, where, out[where.first : where.stop])
         return out
 
     def stream(self, record: Record, role: str) -> Iterator[torch.Tensor]:
         """The values of a role in order, at most a chunk at a time: fp32 ("value": the stored copy in its own dtype)."""
         self._before(record, True)
-        if role == "value" or (role == "master" and self.own_master):
-            shard, start, dtype = self.parameter_shard(record)
+        if role == "value":
             for _, piece in record.slices:
-                out = torch.empty(piece.stop - piece.start, dtype=dtype)
-                shard.read(start + piece.start * dtype.itemsize, out)
-                yield out
+                yield self._read_stored(record, piece.start, piece.stop)
             return
-        for chunk, piece in record.slices:
-            shard, start = self._state_part(record, role, chunk, piece)
-            out = torch.empty(piece.stop - piece.start, dtype=torch.float32)
-            shard.read(start, out)
+        for where in self._stretches(record):
+            out = torch.empty(where.numel, dtype=torch.float32)
+            self._read(record, role, where, out)
             yield out
 
-    def write_state(self, record: Record, role: str, value: torch.Tensor, first: int = 0) -> None:
-        """Stores values from element `first` on, as fp32."""
-        flat = value.detach().to(device="cpu", dtype=torch.float32).contiguous().view(-1)
-        for chunk, piece in record.slices:
-            begin, end = max(piece.start, first), min(piece.stop, first + flat.numel())
-            if begin < end:
-                shard, start = self._state_part(record, role, chunk, piece)
-                shard.write(start + (begin - piece.start) * 4, flat[begin - first : end - first])
+    def _read(self, record: Record, role: str, where: _Stretch, out: torch.Tensor) -> None:
+        """Fills `out`, fp32, with values of "master", "exp_avg" or "exp_avg_sq"."""
+        if role == "master" and self.form.master == "own":
+            self._read_stored(record, where.first, where.stop, out)
+        elif role == "master" and self.form.master == "split":
+            ops.join_(out, self._read_stored(record, where.first, where.stop), self._read_part(record, "low", where))
+        elif self.form.part(role).dtype == "fp32":
+            self._read_part(record, role, where, out)
+        elif self.form.moments == "int8":
+            ops.decode_moment_(out, self._read_part(record, role, where), self._read_part(record, scale_of(role), where))
+        else:
+            ops.convert_(out, self._read_part(record, role, where))
 
     # Moments. Each record has room for one set; a generation of it belongs to one optimizer.
+
+    def write_moment(self, record: Record, role: str, value: torch.Tensor, first: int = 0) -> None:
+        """Stores values of "exp_avg" or "exp_avg_sq" from element `first` on, to nearest. Of an int8 group that is written in part the other
+        elements are kept as they read, and rounded again if its scale grows."""
+        flat = value.detach().to(device="cpu", dtype=torch.float32).contiguous().view(-1)
+        for where in self._stretches(record, first, first + flat.numel()):
+            self._write_moment(record, role, where, flat[where.first - first : where.stop - first])
+
+    def _write_moment(self, record: Record, role: str, where: _Stretch, values: torch.Tensor) -> None:
+        part = self.form.part(role)
+        if self.form.moments != "int8":
+            stored = values if part.dtype == "fp32" else ops.convert_(torch.empty(where.numel, dtype=DTYPES[part.dtype]), values)
+            self._write_part(record, role, where, stored)
+            return
+        whole = self._whole_groups(record, where)
+        if whole != where:
+            around = torch.empty(whole.numel, dtype=torch.float32)
+            self._read(record, role, whole, around)
+            around[where.first - whole.first : where.stop - whole.first] = values
+            values = around
+        codes, scale = torch.empty(whole.numel, dtype=DTYPES[part.dtype]), torch.empty(-(-whole.numel // GROUP), dtype=torch.float32)
+        ops.encode_moment_(codes, scale, values)
+        self._write_part(record, role, whole, codes)
+        self._write_part(record, scale_of(role), whole, scale)
+
+    def _whole_groups(self, record: Record, where: _Stretch) -> _Stretch:
+        first, stop = where.first // GROUP * GROUP, min(round_up(where.stop, GROUP), record.numel)
+        return _Stretch(where.chunk, where.at - (where.first - first), first, stop)
 
     def generation(self, record: Record) -> int:
         """Which set of moments a parameter has: 0 before the first, while they are zero."""
@@ -130,14 +211,9 @@ class State:
     def start_moments(self, record: Record) -> None:
         """Moments of zero, and no steps yet."""
         if self.generation(record):
-            for role in MOMENTS:
-                for chunk, piece in record.slices:
-                    shard, start = self._state_part(record, role, chunk, piece)
-                    shard.write(start, torch.zeros(piece.stop - piece.start))
+            for where in self._stretches(record):
+                for part in self.form.parts:
+                    if part.role.startswith(MOMENTS):
+                        self._write_part(record, part.role, where, torch.zeros(part.nbytes(where.numel), dtype=torch.uint8))
         self.replace_moments(record)
         record.step = 0
-
-
-def state_roles(own_master: bool) -> tuple[str, ...]:
-    """The order of roles in a state record."""
-    return MOMENTS if own_master else ("master", *MOMENTS)

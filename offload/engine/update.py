@@ -10,12 +10,16 @@ import numpy as np
 import torch
 
 from offload import _core
-from offload.engine.record import CODES, Record, Unit
+from offload.engine.initialise import derived_seed
+from offload.engine.record import CODES, DTYPES, Record, Unit
 from offload.memory.shard import Shard
-from offload.ops import HYPER
+from offload.ops import HYPER, MASTERS, MOMENTS, RULES
+from offload.planner.form import StateForm
+from offload.planner.layout import Slice
 
-_ABSOLUTE, _FRAME, _ABSENT = 0, 1, -1
+_ABSOLUTE, _FRAME = 0, 1
 _Where = tuple[int, int]
+_NOWHERE: _Where = (-1, 0)
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,10 @@ class Updates:
     """
 
     def __init__(
-        self, units: list[Unit], records: list[Record], own_master: bool, compute: torch.dtype, grad: torch.dtype, frames: list[torch.Tensor],
-        frame_bytes: int,
-    ) -> None:  # fmt: skip
-        self._own_master, self._compute, self._grad = own_master, compute, grad
-        self._records = records
+        self, units: list[Unit], records: list[Record], form: StateForm, grad: torch.dtype, frames: list[torch.Tensor], frame_bytes: int, seed: int
+    ) -> None:
+        self._form, self._compute, self._grad = form, DTYPES[form.compute], grad
+        self._blank = _blank(records, seed)
         resting = [s.memory for u in units for s in (*u.parameters, *u.gradients, *u.states) if s.memory is not None]
         # Updates may run on after a model is dropped, so the pipeline holds what they touch.
         self.pipeline = _core.Pipeline([f.data_ptr() for f in frames], frame_bytes, 0, 0, [*frames, *resting])
@@ -77,32 +80,32 @@ class Updates:
         n, size = chunk.numel, self._compute.itemsize
         state = place(unit.states[number], 0, unit.states[number].nbytes, written=True, read=True)
         grad = place(unit.gradients[number], 0, unit.gradients[number].nbytes, written=False, read=True)
-        value = place(unit.parameters[0], chunk.start * size, n * size, written=True, read=self._own_master)
+        value = place(unit.parameters[0], chunk.start * size, n * size, written=True, read=self._form.value_is_master)
         segments = []
         by_index = {r.slices[0][1].parameter: r for r in records if r.trained and r.slices}
         for piece in chunk.slices:
             record = by_index[piece.parameter]
             if piece.stop > piece.start:
-                segments.append(self._segment(record, piece.stop - piece.start, piece.offset - chunk.start, n, state, grad, value))
-        job = self.pipeline.add_job(reads, segments, writes, CODES[self._grad], CODES[self._compute])
+                segments.append(self._segment(record, piece, piece.offset - chunk.start, n, state, grad, value))
+        codes = MASTERS["split" if self._form.master == "split" else "fp32"], MOMENTS[self._form.moments]
+        job = self.pipeline.add_job(reads, segments, writes, CODES[self._grad], CODES[self._compute], RULES["adam"], *codes)
         return _Job(job, unit.number, number, tuple(s[0] for s in segments))
 
-    def _segment(self, record: Record, n: int, at: int, chunk: int, state: _Where, grad: _Where, value: _Where) -> tuple[Any, ...]:
-        def part(where: _Where, element: int, size: int) -> _Where:
-            return where[0], where[1] + element * size
-
-        copy = part(value, at, self._compute.itemsize)
-        roles = [part(state, k * chunk + at, 4) for k in range(2 if self._own_master else 3)]
-        master, (exp_avg, exp_avg_sq) = (copy, roles) if self._own_master else (roles[0], roles[1:])
-        out = (_ABSENT, 0) if self._own_master else copy
-        return record.number, n, master, part(grad, at, self._grad.itemsize), exp_avg, exp_avg_sq, out
+    def _segment(self, record: Record, piece: Slice, at: int, chunk: int, state: _Where, grad: _Where, value: _Where) -> tuple[Any, ...]:
+        base, start = state
+        has = {p.role: (base, start + self._form.at(p.role, chunk, at)) for p in self._form.parts}
+        copy = value[0], value[1] + at * self._compute.itemsize
+        gradient = grad[0], grad[1] + at * self._grad.itemsize
+        master, out = (copy, _NOWHERE) if self._form.value_is_master else (has["master"], copy)
+        rest = (has.get(role, _NOWHERE) for role in ("low", "exp_avg_scale", "exp_avg_sq_scale"))
+        return record.number, piece.stop - piece.start, master, gradient, has["exp_avg"], has["exp_avg_sq"], out, *rest, piece.start
 
     def close(self) -> None:
         self.pipeline, self._jobs = None, []
 
     def hyper(self) -> np.ndarray[Any, Any]:
-        """A record a parameter, none active."""
-        return np.zeros(max((r.number for r in self._records), default=-1) + 1, dtype=HYPER)
+        """A record a parameter, none active, each with its seed."""
+        return self._blank.copy()
 
     def submit(self, hyper: np.ndarray[Any, Any], order: Sequence[int]) -> tuple[Any, list[tuple[int, int]]]:
         """Starts updating every chunk that has an active parameter, units in `order`: the batch, and the unit and chunk of each of its jobs."""
@@ -116,3 +119,10 @@ class Updates:
             rank = {unit: i for i, unit in enumerate(order)}
             self._jobs.sort(key=lambda job: (rank[job.unit], job.chunk))
             self._order = order
+
+def _blank(records: list[Record], seed: int) -> np.ndarray[Any, Any]:
+    """Inactive hyperparameters. What is rounded at random depends on the run's seed and the parameter's name alone, and on the step."""
+    table = np.zeros(max((r.number for r in records), default=-1) + 1, dtype=HYPER)
+    for record in records:
+        table[record.number]["seed"] = derived_seed(seed, record.name, 0) & 0xFFFFFFFF
+    return table

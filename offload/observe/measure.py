@@ -9,12 +9,10 @@ import math
 import os
 import shutil
 import statistics
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ import torch
 from offload import _core, ops
 from offload.config import format_size
 from offload.errors import ConfigError
-from offload.memory.limits import host_limits
 from offload.memory.swap import SwapFile
 
 MIB = 1 << 20
@@ -184,91 +181,7 @@ def _cuda_copies(nbytes: int, rounds: int) -> dict[str, float]:
     return {name: rate(nbytes, times) for name, times in taken.items()}
 
 
-# --- Adam -------------------------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Form:
-    """One form of the update: its name, bytes that it must move per parameter, and a maker of a step on `n` parameters."""
-
-    name: str
-    bytes_per_parameter: int
-    make: Callable[[int], Callable[[], object]]
-
-
-def _state(n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return ops.empty(n).normal_(), ops.empty(n).normal_(std=1e-3), ops.empty(n).fill_(1e-6)
-
-
-def _adamw(grad: torch.dtype, out: torch.dtype | None) -> Callable[[int], Callable[[], object]]:
-    def make(n: int) -> Callable[[], object]:
-        master, exp_avg, exp_avg_sq = _state(n)
-        gradient = ops.empty(n, grad).copy_(master)
-        copy = None if out is None else ops.empty(n, out).zero_()
-        return lambda: ops.adamw_(master, gradient, exp_avg, exp_avg_sq, step=10, lr=1e-3, out=copy)
-
-    return make
-
-
-FORMS = (
-    Form("AdamW, fp32 gradients", 28, _adamw(torch.float32, None)),
-    Form("AdamW, bf16 gradients, bf16 copy", 28, _adamw(torch.bfloat16, torch.bfloat16)),
-    Form("AdamW, fp16 gradients, fp16 copy", 28, _adamw(torch.float16, torch.float16)),
-    Form("AdamW, fp32 gradients, bf16 copy", 30, _adamw(torch.float32, torch.bfloat16)),
-)
-
-
-def _torch_fused(n: int) -> Callable[[], object]:
-    parameter = torch.nn.Parameter(torch.randn(n))
-    parameter.grad = torch.randn(n)
-    return torch.optim.AdamW([parameter], lr=1e-3, fused=True).step
-
-
-def _in_place(n: int) -> Callable[[], object]:
-    array = ops.empty(n).normal_()
-    return lambda: array.mul_(0.999)
-
-
-TORCH_FUSED = Form("torch fused AdamW, fp32", 28, _torch_fused)
-CEILING = Form("one array multiplied in place", 8, _in_place)
-
-
-def adam_parameters() -> int:
-    """Parameters to measure with: 32 Mi, fewer where memory is scarce."""
-    return min(32 * MIB, host_limits().room // 4 // 40 // 4096 * 4096)
-
-
-def adam_rates(n: int, forms: Iterable[Form] = FORMS, rounds: int = 7) -> list[dict[str, Any]]:
-    """Rows of name, GB/s needed and moved, share of the in-place bandwidth of the same memory, and seconds for a billion parameters."""
-    if n <= 0:
-        raise ConfigError("too little memory is free to measure the update")
-    rows = []
-    ceiling = CEILING.make(n)
-    for form in (*forms, TORCH_FUSED):
-        step = form.make(n)  # one form's memory at a time
-        taken = turns({"ours": _rested(step), "ceiling": _rested(ceiling)}, rounds, warm=2)
-        moved = rate(form.bytes_per_parameter * n, taken["ours"])
-        share = statistics.median(form.bytes_per_parameter * c / (CEILING.bytes_per_parameter * o) for o, c in zip(*taken.values(), strict=True))
-        rows.append({"form": form.name, "bytes_per_parameter": form.bytes_per_parameter, "gb_per_second": moved, "share_of_in_place": share,
-                     "seconds_per_billion": statistics.median(taken["ours"]) / n * 1e9})  # fmt: skip
-        del step
-    rows.append({"form": CEILING.name, "bytes_per_parameter": 8, "gb_per_second": rate(8 * n, taken["ceiling"]), "share_of_in_place": 1.0})
-    return rows
-
-
-_rest = threading.Event()
-
-
-def _rested(call: Callable[[], object]) -> Callable[[], float]:
-    """OpenMP's threads spin for some milliseconds after their work: whoever comes next would share the cores with them."""
-
-    def run() -> float:
-        _rest.wait(0.02)
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-
-    return run
+# --- Files ------------------------------------------------------------------------------------------------------------------------------------
 
 
 def evict(path: Path) -> None:

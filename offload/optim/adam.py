@@ -21,8 +21,8 @@ from offload.engine.engine import Engine
 from offload.engine.record import Record
 from offload.engine.registry import record_of
 from offload.engine.sources import MomentSource
-from offload.engine.state import MOMENTS
 from offload.errors import ConfigError, OffloadError
+from offload.planner.form import MOMENTS
 
 _Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
 _Group = dict[str, Any]
@@ -123,7 +123,7 @@ class Adam(torch.optim.Optimizer):
         for role in MOMENTS:
             if not _rests(values, record, role):
                 value = values[role]
-                engine.state.write_state(record, role, value.plain() if isinstance(value, AtRest) else value)
+                engine.state.write_moment(record, role, value.plain() if isinstance(value, AtRest) else value)
                 values[role] = engine.moment(record, role)
 
     def _note(self, engine: Engine, record: Record, step: int) -> None:

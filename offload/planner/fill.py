@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
-from offload.planner.layout import FLOATING, UnitLayout, slot_bytes
+from offload.planner.form import StateForm
+from offload.planner.layout import DTYPE_BYTES, FLOATING, UnitLayout, slot_bytes
 
 TIERS = ("device", "host", "nvme")
 ROLES = ("parameter", "gradient", "optimizer")
@@ -19,31 +20,31 @@ Runs = tuple[tuple[str, int], ...]  # (tier, chunks) in the order of the chunks
 @dataclass(frozen=True)
 class Sizes:
     """Units as they are cut. By unit: bytes of the parameters at rest and in a slot, whether the device can compute from where they rest, and
-    the elements at which the trained flat's chunks end."""
+    by role ("gradient", "optimizer") and unit the bytes at which its chunks end, one behind another."""
 
     parameter: tuple[int, ...]
     slot: tuple[int, ...]
     plain: tuple[bool, ...]
-    stops: tuple[tuple[int, ...], ...]
+    ends: dict[str, tuple[tuple[int, ...], ...]]
 
 
-def sizes_of(layouts: Sequence[UnitLayout], compute: str) -> Sizes:
+def sizes_of(layouts: Sequence[UnitLayout], grad: str, form: StateForm) -> Sizes:
+    compute, chunks = form.compute, [u.trained.chunks if u.trained else () for u in layouts]
     return Sizes(
         tuple(sum(f.nbytes for f in u.flats) for u in layouts),
         tuple(slot_bytes(u, compute) for u in layouts),
         tuple(all(f.dtype == compute or f.dtype not in FLOATING for f in u.flats) for u in layouts),
-        tuple(tuple(c.stop for c in u.trained.chunks) if u.trained else () for u in layouts),
+        {
+            "gradient": tuple(tuple(c.stop * DTYPE_BYTES[grad] for c in own) for own in chunks),
+            "optimizer": tuple(tuple(accumulate(form.record_bytes(c.numel) for c in own)) for own in chunks),
+        },
     )
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is to rest somewhere: bytes an element of a role's chunks, and the tiers of the roles that are fixed.
+    """What is to rest where: the tiers of the roles that are fixed. `rests`, `direct`: as in `Capacities`."""
 
-    `rests`, `direct`: as in `Capacities`.
-    """
-
-    element: dict[str, int]
     place: dict[str, str]
     rests: bool
     direct: bool
@@ -79,10 +80,9 @@ class Short(Exception):
 
 def fixed_bytes(sizes: Sizes, load: Load) -> dict[str, int]:
     """Bytes of the roles that are fixed to a tier, by tier."""
-    elements = sum(stops[-1] for stops in sizes.stops if stops)
     out = dict.fromkeys(TIERS, 0)
     for role, tier in load.place.items():
-        out[tier] += sum(sizes.parameter) if role == "parameter" else elements * load.element[role]
+        out[tier] += sum(sizes.parameter) if role == "parameter" else sum(ends[-1] for ends in sizes.ends[role] if ends)
     return out
 
 
@@ -120,7 +120,7 @@ def fill(sizes: Sizes, load: Load, room: Room, slots_for: Callable[[Sequence[int
     rest = (room.device - sum(slots)) // room.share if load.rests else 0
     chunks = _Chunks({"device": rest - taken["device"], "host": room.host - taken["host"]}, full if load.rests else max(full, 1), taken)
     gradient, state = (
-        tuple(chunks.spread(stops, load.element[role], load.place.get(role)) for stops in sizes.stops) for role in ("gradient", "optimizer")
+        tuple(chunks.spread(ends, load.place.get(role)) for ends in sizes.ends[role]) for role in ("gradient", "optimizer")
     )
     return Filled(tiers, gradient, state, slots, taken)
 
@@ -163,21 +163,21 @@ class _Chunks:
         self._left: list[float] = [left["device"], left["host"], math.inf]
         self._at, self._taken = at, taken
 
-    def spread(self, stops: Sequence[int], element: int, fixed: str | None) -> Runs:
-        """Tiers of one unit's chunks of `element` bytes an element; what is `fixed` is counted already."""
+    def spread(self, ends: Sequence[int], fixed: str | None) -> Runs:
+        """Tiers of one unit's chunks, which end at these bytes; what is `fixed` is counted already."""
         if fixed is not None:
-            return ((fixed, len(stops)),)
+            return ((fixed, len(ends)),)
         runs, done = [], 0
-        while done < len(stops):
-            start = stops[done - 1] if done else 0
+        while done < len(ends):
+            start = ends[done - 1] if done else 0
             room = self._left[self._at]
-            end = len(stops) if room == math.inf else bisect_right(stops, start + room // element, lo=done)
+            end = len(ends) if room == math.inf else bisect_right(ends, start + room, lo=done)
             if end > done:
-                nbytes = (stops[end - 1] - start) * element
+                nbytes = ends[end - 1] - start
                 self._left[self._at] -= nbytes
                 self._taken[TIERS[self._at]] += nbytes
                 runs.append((TIERS[self._at], end - done))
                 done = end
-            if done < len(stops):
+            if done < len(ends):
                 self._at += 1
         return tuple(runs)

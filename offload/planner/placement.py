@@ -20,7 +20,8 @@ from offload.config import Precision
 from offload.errors import ConfigError, PlanError
 from offload.planner import demand
 from offload.planner.fill import ROLES, TIERS, Filled, Load, Room, Runs, Short, Sizes, fill, fixed_bytes, moved, sizes_of
-from offload.planner.layout import DTYPE_BYTES, PAGE, Chunk, UnitLayout, UnitSpec, lay_out_all, round_up
+from offload.planner.form import StateForm
+from offload.planner.layout import DTYPE_BYTES, Chunk, UnitLayout, UnitSpec, lay_out_all, round_up
 from offload.planner.staging import Staging, share_out
 
 CHUNKS = tuple((1 << 20) >> i for i in range(7))  # elements a chunk, largest first
@@ -55,9 +56,8 @@ class Plan:
     """What goes where. Tiers by unit (parameters) and by unit and chunk of its trained flat (gradients, states); sizes in bytes."""
 
     layouts: tuple[UnitLayout, ...]
-    compute: str
+    form: StateForm
     grad: str
-    own_master: bool
     parameter: tuple[str, ...]
     gradient: tuple[tuple[str, ...], ...]
     state: tuple[tuple[str, ...], ...]
@@ -70,6 +70,10 @@ class Plan:
     working: demand.Working
     resting: dict[str, int]
     budgets: dict[str, int]
+
+    @property
+    def compute(self) -> str:
+        return self.form.compute
 
     @property
     def peak_bytes(self) -> dict[str, int]:
@@ -94,7 +98,7 @@ class Plan:
         for unit in self.layouts:
             for p in unit.spec.parameters:
                 kept = DTYPE_BYTES[self.compute] if p.trained else DTYPE_BYTES[p.dtype]
-                total += p.numel * (kept + (DTYPE_BYTES[self.grad] + state_element_bytes(self.own_master) if p.trained else 0))
+                total += p.numel * kept + (p.numel * DTYPE_BYTES[self.grad] + self.form.nbytes(p.numel) if p.trained else 0)
         return total
 
     def closed(self, batch: demand.Batch) -> Plan:
@@ -120,16 +124,8 @@ class Plan:
             out["parameter"][self.parameter[u]] += sum(f.nbytes for f in unit.flats)
             for i, chunk in enumerate(chunks_of(unit)):
                 out["gradient"][self.gradient[u][i]] += gradient_chunk_bytes(chunk, self.grad)
-                out["optimizer"][self.state[u][i]] += state_chunk_bytes(chunk, self.own_master)
+                out["optimizer"][self.state[u][i]] += self.form.record_bytes(chunk.numel)
         return out
-
-
-def state_element_bytes(own_master: bool) -> int:
-    return 8 if own_master else 12
-
-
-def state_chunk_bytes(chunk: Chunk, own_master: bool) -> int:
-    return chunk.numel * state_element_bytes(own_master)
 
 
 def gradient_chunk_bytes(chunk: Chunk, grad: str) -> int:
@@ -152,34 +148,38 @@ def nvme_extents(plan: Plan) -> Iterator[int]:
             yield from (f.nbytes for f in unit.flats)
         chunks = chunks_of(unit)
         yield from (gradient_chunk_bytes(c, plan.grad) for c, tier in zip(chunks, plan.gradient[u], strict=True) if tier == "nvme")
-        yield from (state_chunk_bytes(c, plan.own_master) for c, tier in zip(chunks, plan.state[u], strict=True) if tier == "nvme")
+        yield from (plan.form.record_bytes(c.numel) for c, tier in zip(chunks, plan.state[u], strict=True) if tier == "nvme")
 
 
 @dataclass(frozen=True)
 class _Request:
     units: tuple[UnitSpec, ...]
     capacities: Capacities
-    compute: str
+    form: StateForm
     grad: str
     place: dict[str, str]
     activations: str
     batch: demand.Batch | None
 
     @property
-    def own_master(self) -> bool:
-        return self.compute == "fp32"
+    def compute(self) -> str:
+        return self.form.compute
 
     @cached_property
     def load(self) -> Load:
-        element = {"gradient": DTYPE_BYTES[self.grad], "optimizer": state_element_bytes(self.own_master)}
-        return Load(element, self.place, self.capacities.rests, self.capacities.direct)
+        return Load(self.place, self.capacities.rests, self.capacities.direct)
 
     @cached_property
     def role_bytes(self) -> dict[str, int]:
         """Bytes of each role without padding."""
-        trained = sum(p.numel for u in self.units for p in u.parameters if p.trained)
+        sizes = [p.numel for u in self.units for p in u.parameters if p.trained]
+        trained = sum(sizes)
         frozen = sum(p.numel * DTYPE_BYTES[p.dtype] for u in self.units for p in u.parameters if not p.trained)
-        return {"parameter": trained * DTYPE_BYTES[self.compute] + frozen} | {r: trained * n for r, n in self.load.element.items()}
+        return {
+            "parameter": trained * DTYPE_BYTES[self.compute] + frozen,
+            "gradient": trained * DTYPE_BYTES[self.grad],
+            "optimizer": sum(self.form.nbytes(n) for n in sizes),
+        }
 
     def fixed(self, tier: str) -> int:
         return sum(n for role, n in self.role_bytes.items() if self.place.get(role) == tier)
@@ -232,7 +232,7 @@ def check_place(place: dict[str, str] | None, capacities: Capacities) -> dict[st
 def _stagings(request: _Request) -> list[_Staging]:
     """The ways to stage, ampler first: none at all, then with buffers."""
     host, fixed = request.capacities.host, request.fixed("host")
-    element = state_element_bytes(request.own_master) + 4 + DTYPE_BYTES[request.compute]  # gradients as sums, fp32
+    beside = 4 + DTYPE_BYTES[request.compute]  # an element's gradient, as a sum in fp32, and parameter
     largest = max((u.numel for u in request.units), default=1)
     chunks = [c for c in CHUNKS if c <= round_up(largest, CHUNKS[-1])] or [CHUNKS[-1]]
     ways = [(c, max(FRAMES_LEAST, frames)) for c in chunks for frames in (FRAMES_MOST, FRAMES_MOST * 3 // 4)]
@@ -241,7 +241,7 @@ def _stagings(request: _Request) -> list[_Staging]:
     out = [_Staging(c, 0, 0, host) for c in chunks]
     ceiling = host
     for chunk, frames in ways:
-        frame_bytes = round_up(chunk * element, PAGE)
+        frame_bytes = request.form.record_bytes(chunk) + chunk * beside
         if fixed + STAGING_SHARE * frames * frame_bytes <= host or (chunk, frames) == ways[-1]:
             out.append(_Staging(chunk, frames, frame_bytes, min(host, ceiling)))
         ceiling = fixed + STAGING_SHARE * frames * frame_bytes - 1
@@ -281,7 +281,7 @@ class _Search:
     def cut(self, chunk: int) -> tuple[tuple[UnitLayout, ...], Sizes]:
         if chunk not in self._cuts:
             layouts = lay_out_all(self._request.units, self._request.compute, chunk)
-            self._cuts[chunk] = layouts, sizes_of(layouts, self._request.compute)
+            self._cuts[chunk] = layouts, sizes_of(layouts, self._request.grad, self._request.form)
         return self._cuts[chunk]
 
     def _try(self, staging: _Staging, mode: str, work: demand.Working) -> bool:
@@ -334,7 +334,7 @@ def plan_units(
 ) -> Plan:
     """The plan for these units under these budgets; PlanError says which tier is short, of what, by how much, and three ways out."""
     grad = "fp32" if accumulate > 1 else precision.grad
-    request = _Request(tuple(units), capacities, precision.compute, grad, check_place(place, capacities), activations, batch)
+    request = _Request(tuple(units), capacities, StateForm.of(precision), grad, check_place(place, capacities), activations, batch)
     search = _Search(request)
     for mode in ("keep", "recompute") if activations == "auto" else (activations,):
         search.run(mode)
@@ -343,7 +343,7 @@ def plan_units(
         raise PlanError(_explain(request, min(search.refusals, key=lambda r: r.need - have[r.tier])))
     staging, mode, work, filled = search.best
     plan = Plan(
-        layouts=search.cut(staging.chunk)[0], compute=request.compute, grad=grad, own_master=request.own_master, parameter=filled.parameter,
+        layouts=search.cut(staging.chunk)[0], form=request.form, grad=grad, parameter=filled.parameter,
         gradient=_expanded(filled.gradient), state=_expanded(filled.state), slots=filled.slots, frames=staging.frames,
         frame_bytes=staging.frame_bytes, activations=mode, asked=activations, batch=batch, working=work, resting=filled.taken,
         budgets=capacities.by_tier,
