@@ -33,6 +33,15 @@ class LateBatch:
                 self._batches[index] = self._pipeline.submit([self._jobs[index]], self._hyper)
             return self._batches[index]
 
+    @property
+    def begun(self) -> bool:
+        """Whether anything of it has been allowed to run."""
+        return any(b is not None for b in self._batches)
+
+    def begin_all(self) -> None:
+        for index in range(len(self._jobs)):
+            self._begin(index)
+
     def wait_job(self, index: int, written: bool = False) -> None:
         self._begin(index).wait_job(0, written)
 
@@ -40,8 +49,7 @@ class LateBatch:
         return self._batches[index] is not None and bool(self._batches[index].reached(0, written))
 
     def wait(self) -> None:
-        for index in range(len(self._jobs)):
-            self._begin(index)
+        self.begin_all()
         for batch in self._batches:
             batch.wait()
 
@@ -57,21 +65,76 @@ class LateBatch:
         return {}
 
 
+class LatePrepared:
+    """A prepared batch, which reads ahead, and begins when it is waited for."""
+
+    def __init__(self, pipeline: Any, batch: Any) -> None:
+        self._pipeline, self.batch = pipeline, batch
+        self.hyper: np.ndarray[Any, Any] | None = None
+        self.begun = False
+        self._lock = threading.Lock()
+
+    def begin_all(self) -> None:
+        with self._lock:
+            if not self.begun:
+                self.begun = True
+                self._pipeline.begin(self.batch, self.hyper)
+
+    def wait_job(self, index: int, written: bool = False) -> None:
+        self.begin_all()
+        self.batch.wait_job(index, written)
+
+    def reached(self, index: int, written: bool = False) -> bool:
+        return self.begun and bool(self.batch.reached(index, written))
+
+    def wait(self) -> None:
+        if self.hyper is not None:
+            self.begin_all()
+        self.batch.wait()
+
+    @property
+    def done(self) -> bool:
+        return bool(self.batch.done)
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.batch.failed)
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+
 class LatePipeline:
     """Stands before a pipeline."""
 
     def __init__(self, pipeline: Any, chance: random.Random | None) -> None:
         self._pipeline, self._chance = pipeline, chance
-        self.waiting: list[LateBatch] = []
+        self.waiting: list[LateBatch | LatePrepared] = []
+
+    def _settle(self) -> None:
+        """A chunk's jobs run in order."""
+        for batch in self.waiting:
+            batch.begin_all()
+        self.waiting.clear()
 
     def submit(self, jobs: list[int], hyper: np.ndarray[Any, Any]) -> LateBatch:
-        for batch in self.waiting:  # jobs of one chunk run in order
-            for index in range(len(batch._jobs)):
-                if batch._jobs[index] in jobs:
-                    batch._begin(index)
-        self.waiting = [b for b in self.waiting if not all(b._batches)]
-        self.waiting.append(LateBatch(self._pipeline, jobs, hyper, self._chance))
-        return self.waiting[-1]
+        self._settle()
+        batch = LateBatch(self._pipeline, jobs, hyper, self._chance)
+        self.waiting.append(batch)
+        return batch
+
+    def prepare(self, jobs: list[int]) -> LatePrepared:
+        self._settle()
+        return LatePrepared(self._pipeline, self._pipeline.prepare(jobs))
+
+    def begin(self, batch: LatePrepared, hyper: np.ndarray[Any, Any]) -> None:
+        batch.hyper = hyper.copy()
+        self.waiting.append(batch)
+        if self._chance is not None and self._chance.random() < 0.3:
+            batch.begin_all()
+
+    def cancel(self, batch: LatePrepared) -> None:
+        self._pipeline.cancel(batch.batch)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pipeline, name)

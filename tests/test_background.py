@@ -36,7 +36,8 @@ CASES: dict[str, tuple[M.Make, M.Loss]] = {
     "branches": (M.Branches, lambda m: M.mean_square(m, X)),  # has a part that is not used
     "frozen": (lambda: _frozen(M.Order()), lambda m: M.mean_square(m, X)),
 }
-PLACES = [M.placed("nvme"), M.placed("host"), {"parameter": "host", "gradient": "host", "optimizer": "nvme"},
+STATE_ON_NVME = {"parameter": "host", "gradient": "host", "optimizer": "nvme"}
+PLACES = [M.placed("nvme"), M.placed("host"), STATE_ON_NVME,
           {"parameter": "nvme", "gradient": "nvme", "optimizer": "host"}, None]  # fmt: skip
 
 
@@ -111,9 +112,9 @@ def test_step_and_zero_grad_do_not_wait(tmp_path: Path, device: str, place: str)
             optimizer.step()
             zero(optimizer, model)
             batch = engine_of(model).background._batches[-1]
-            assert not any(batch._batches)
+            assert not batch.begun
             assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-            assert not any(batch._batches)
+            assert not batch.begun
 
 
 def test_each_reader_waits_for_what_it_needs_alone(tmp_path: Path) -> None:
@@ -154,6 +155,32 @@ def test_updates_come_in_the_order_of_the_forward(tmp_path: Path) -> None:
             index = {unit: j.index for unit, jobs in enumerate(background._jobs) for j in jobs.values()}
             assert sorted(places, key=lambda u: index[u])[: len(order)] == order
             optimizer.zero_grad()
+
+
+def test_states_are_read_ahead_as_far_as_buffers_allow(tmp_path: Path) -> None:
+    """After a backward the first chunks' states have been read, before step(); a write to a state or a master on NVMe drops them."""
+    with M.prepared(M.seeded(lambda: M.Order(depth=9)), M.tiers(tmp_path), place=STATE_ON_NVME) as model:
+        engine, optimizer = engine_of(model), offload.optim.AdamW(model.parameters(), lr=1e-2)
+        assert engine.space is not None
+        sizes = [s.nbytes for u in engine.units for s in u.states]
+        early = sum(sizes[: engine.plan.staging.updates])
+        assert early < sum(sizes)
+        for step in range(3):
+            before = engine.space.counters()["nvme_read"]
+            M.mean_square(model, X).backward()
+            while engine.space.counters()["nvme_read"] - before < early:
+                engine.space.drain()
+            engine.space.drain()
+            assert engine.space.counters()["nvme_read"] - before == early
+            if step == 1:
+                with torch.no_grad():
+                    model.blocks[0].up.weight.mul_(0.5)
+                assert engine.background._prepared is None
+            optimizer.step()
+            optimizer.zero_grad()
+            offload.runtime(model).synchronize()
+            again = early + 4 * model.blocks[0].up.weight.numel() if step == 1 else 0
+            assert engine.space.counters()["nvme_read"] - before == sum(sizes) + again
 
 
 # Anything between step() and the next forward
@@ -281,7 +308,6 @@ TestTouching = Touching.TestCase
 # Errors
 
 
-STATE_ON_NVME = {"parameter": "host", "gradient": "host", "optimizer": "nvme"}
 USES: dict[str, Callable[[nn.Module, Any], Any]] = {
     "forward": lambda model, _: M.mean_square(model, X),
     "step": lambda _, optimizer: optimizer.step(),
@@ -293,7 +319,7 @@ USES: dict[str, Callable[[nn.Module, Any], Any]] = {
 
 @contextmanager
 def failing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, job: int, device: Any, place: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, job: int, device: Any, place: dict[str, str], held: bool
 ) -> Iterator[tuple[nn.Module, Any, Any]]:
     """A model whose first step's `job`-th update cannot be read (or written back); the engine of its drive is given too."""
     options: dict[str, Any] = {"place": place, "precision": M.BF16}
@@ -312,6 +338,8 @@ def failing(
     monkeypatch.setattr(swap, "open_engine", open_engine)
     model = offload.prepare(M.seeded(M.Order), M.tiers(tmp_path), device=device, **options)
     optimizer = offload.optim.AdamW(model.parameters(), lr=1e-2)
+    if held:
+        engines[0].hold()
     M.mean_square(model, X).backward()
     yield model, optimizer, engines[0]
     assert not list((tmp_path / "swap").iterdir())
@@ -323,8 +351,7 @@ def failing(
 def test_an_error_is_raised_where_it_belongs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, job: int, seed: int | None) -> None:
     """step() returns; whatever needs a failed update raises, each time; what needs another's does not wait for it; close() says no more of it."""
     device: Any = "cpu" if seed is None else SimDevice(seed=seed)
-    with failing(monkeypatch, tmp_path, kind, job, device, STATE_ON_NVME) as (model, optimizer, engine):
-        engine.hold()
+    with failing(monkeypatch, tmp_path, kind, job, device, STATE_ON_NVME, held=True) as (model, optimizer, engine):
         optimizer.step()
         optimizer.zero_grad()
         engine.release()
@@ -348,10 +375,13 @@ def _give(model: nn.Module) -> None:
 @pytest.mark.parametrize("kind", ["read", "write"])
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_close_does_not_lose_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, job: int, device: str) -> None:
-    with failing(monkeypatch, tmp_path, kind, job, device, M.placed("nvme")) as (model, optimizer, _):
-        optimizer.step()
-        optimizer.zero_grad()
-        with pytest.raises(offload.SwapError, match="EIO"):
-            offload.runtime(model).close()
+    with failing(monkeypatch, tmp_path, kind, job, device, M.placed("nvme"), held=False) as (model, optimizer, _):
+        said = []
+        for act in (optimizer.step, optimizer.zero_grad, offload.runtime(model).close):  # step() says it if it was read ahead
+            try:
+                act()
+            except offload.SwapError as error:
+                said.append(str(error))
+        assert len(said) == 1 and "EIO" in said[0]
         with pytest.raises(offload.OffloadError, match=r"closed|not prepared"):
             offload.runtime(model)

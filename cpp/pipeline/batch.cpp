@@ -5,24 +5,9 @@
 
 namespace offload {
 
-Batch::Batch(std::vector<std::shared_ptr<const Job>> jobs, std::vector<Hyper> hypers, bool refresh)
-    : jobs_(std::move(jobs)),
-      hypers_(std::move(hypers)),
-      refresh_(refresh),
-      states_(jobs_.size(), State::kPending),
-      unfinished_(jobs_.size()) {
+Batch::Batch(std::vector<std::shared_ptr<const Job>> jobs)
+    : jobs_(std::move(jobs)), states_(jobs_.size(), State::kPending), unfinished_(jobs_.size()) {
   for (const auto& job : jobs_) {
-    for (const Segment& segment : job->segments) {
-      if (segment.hyper >= hypers_.size()) {
-        throw std::invalid_argument("a job asks for hyper-parameters " + std::to_string(segment.hyper) + " of " +
-                                    std::to_string(hypers_.size()));
-      }
-      const Hyper& hyper = hypers_[segment.hyper];
-      if (hyper.active && hyper.rule != static_cast<int>(job->rule)) {
-        throw std::invalid_argument("a job of rule " + std::to_string(static_cast<int>(job->rule)) +
-                                    " is given hyper-parameters of rule " + std::to_string(hyper.rule));
-      }
-    }
     for (const auto* moves : {&job->reads, &job->writes}) {
       for (const Move& move : *moves) {
         if (std::find(engines_.begin(), engines_.end(), move.channel.engine) == engines_.end()) {
@@ -33,8 +18,25 @@ Batch::Batch(std::vector<std::shared_ptr<const Job>> jobs, std::vector<Hyper> hy
   }
 }
 
+void Batch::check(const std::vector<Hyper>& hypers) const {
+  for (const auto& job : jobs_) {
+    for (const Segment& segment : job->segments) {
+      if (segment.hyper >= hypers.size()) {
+        throw std::invalid_argument("a job asks for hyper-parameters " + std::to_string(segment.hyper) + " of " +
+                                    std::to_string(hypers.size()));
+      }
+      const Hyper& hyper = hypers[segment.hyper];
+      if (hyper.active && hyper.rule != static_cast<int>(job->rule)) {
+        throw std::invalid_argument("a job of rule " + std::to_string(static_cast<int>(job->rule)) +
+                                    " is given hyper-parameters of rule " + std::to_string(hyper.rule));
+      }
+    }
+  }
+}
+
 bool Batch::idle(size_t index) const {
   const Job& job = *jobs_[index];
+  if (cancelled_) return true;
   if (refresh_ || job.segments.empty()) return false;
   return std::all_of(job.segments.begin(), job.segments.end(),
                      [this](const Segment& s) { return s.n == 0 || hypers_[s.hyper].active == 0; });

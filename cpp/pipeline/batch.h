@@ -1,4 +1,4 @@
-// Jobs that were submitted together: what became of each, and where the time went.
+// Jobs that run together: what became of each, and where the time went.
 #pragma once
 
 #include <atomic>
@@ -29,7 +29,7 @@ class Batch {
   // kUpdated: the arrays in memory are final. kWritten: its bytes are in the files too.
   enum class State { kPending, kUpdated, kWritten, kFailed };
 
-  Batch(std::vector<std::shared_ptr<const Job>> jobs, std::vector<Hyper> hypers, bool refresh);
+  explicit Batch(std::vector<std::shared_ptr<const Job>> jobs);
 
   // Each throws io::IoError if what it waits for did not happen: a job's own error, else the one that ended the stream;
   // or one that says what is pending when a device is stuck: the batch is then still under way and can be waited for
@@ -50,7 +50,8 @@ class Batch {
  private:
   friend class Pipeline;
 
-  bool idle(size_t index) const;  // nothing to do for the job: see Pipeline::submit
+  void check(const std::vector<Hyper>& hypers) const;  // throws std::invalid_argument where they do not suit the jobs
+  bool idle(size_t index) const;                       // nothing to do for the job: see Pipeline::submit
   void set(size_t index, State state);
   void fail(size_t index, const io::IoError& error);
   bool over(size_t index, bool written) const;
@@ -59,8 +60,11 @@ class Batch {
   std::chrono::milliseconds patience() const;
 
   const std::vector<std::shared_ptr<const Job>> jobs_;
-  const std::vector<Hyper> hypers_;
-  const bool refresh_;
+  // Under the pipeline's mutex until begun, constant from then on.
+  std::vector<Hyper> hypers_;
+  bool refresh_ = false;
+  bool begun_ = false;
+  bool cancelled_ = false;
   std::vector<std::shared_ptr<io::Engine>> engines_;  // each once
 
   mutable std::mutex mutex_;

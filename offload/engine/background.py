@@ -5,6 +5,10 @@
 whoever reads or writes a value, for its update, or for its write-back where the value rests on NVMe; a gradient that lands, for the update that
 still reads the earlier one. Jobs run in C++ and wait for nothing that Python holds, so a wait always ends. A job that failed fails every wait
 for it; no job runs after it.
+
+[Note: reading ahead]
+From the start of a backward on, what the next updates need besides gradients is read into free buffers, the first units' first. Who writes to
+what rests on NVMe drops what was read ahead; the next backward, or the step itself, reads again.
 """
 
 from __future__ import annotations
@@ -39,6 +43,8 @@ class Background:
         self._units, self._updates = units, updates
         self._jobs: list[dict[int, _Job]] = [{} for _ in units]
         self._batches: deque[Any] = deque()
+        self._prepared: tuple[Any, list[tuple[int, int]]] | None = None
+        self._dropped: Any = None
         self._seconds: dict[str, float] = {}
         self._error: SwapError | None = None
         self._told = False
@@ -47,10 +53,31 @@ class Background:
         """Submits the updates of one step, those of units that are computed first before others. `hyper` is copied."""
         while len(self._batches) >= STEPS_MOST:
             self._retire()
-        batch, places = self._updates.submit(hyper, order)
+        if self._prepared is not None:
+            (batch, places), self._prepared = self._prepared, None
+            self._updates.pipeline.begin(batch, hyper)
+        else:
+            batch, places = self._updates.submit(hyper, order)
         self._batches.append(batch)
         for index, (unit, chunk) in enumerate(places):
             self._jobs[unit][chunk] = _Job(batch, index)
+        self.check()
+
+    def read_ahead(self, order: Sequence[int]) -> None:
+        """Starts reading for the next step's updates, unless that was done. See [Note: reading ahead]."""
+        while self._batches and self._batches[0].done and not self._batches[0].failed:
+            self._retire()
+        if self._prepared is None and self._updates.moves and len(self._batches) < STEPS_MOST:
+            self._prepared = self._updates.prepare(order)
+
+    def drop(self) -> None:
+        """Gives up what was read ahead; returns when nothing is being read. SwapError if it failed."""
+        if self._prepared is not None:
+            (self._dropped, _), self._prepared = self._prepared, None
+            self._updates.pipeline.cancel(self._dropped)
+        if self._dropped is not None:
+            self._dropped.wait()
+            self._dropped = None
 
     def wait(self, unit: int, chunk: int, written: bool, tell: bool = True) -> None:
         """Returns when a chunk is updated (or `written` back too). SwapError if it cannot be; unless `tell`, the caller may keep it to itself."""
@@ -115,7 +142,7 @@ class Background:
             self.check()
 
     def replace(self, updates: Updates) -> None:
-        """From now on these are the jobs. Nothing is under way."""
+        """From now on these are the jobs. Nothing is under way or read ahead."""
         self._updates = updates
 
     def hyper(self) -> np.ndarray[Any, Any]:
@@ -124,6 +151,7 @@ class Background:
 
     def close(self) -> None:
         self._updates.close()
+        self._prepared = self._dropped = None
         self._batches.clear()
         self._jobs = [{} for _ in self._units]
 

@@ -82,7 +82,7 @@ class Engine:
     def _build(self, plan: Plan) -> None:
         compute = DTYPES[plan.compute]
         self.background = Background(self.units, self._make_updates(DTYPES[plan.grad]))
-        self.state = State(self.units, plan.form, self._before_access, self.background.wait, self._refresh)
+        self.state = State(self.units, plan.form, self._before_access, self.background, self._refresh)
         self.slots = Slots(self.units, plan.slots, self.device, compute, self.frames, self.arena.take, self.background)
         self.gradients = Gradients(self.units, self.records, DTYPES[plan.grad], self.device, self.frames)
         self.gradients.let_go = self.background.let_go
@@ -160,6 +160,7 @@ class Engine:
     def _before_backward(self) -> None:
         if self.gradients.dtype != torch.float32 and any(self.gradients.earlier(r) for r in self.records if r.trained):
             self.widen_gradients()
+        self.background.read_ahead(self.streamer.order.forward())
 
     def widen_gradients(self) -> None:
         """A backward adds to gradients kept in fewer bits: sums are fp32 from here on, or BudgetError before anything is computed."""
@@ -188,6 +189,7 @@ class Engine:
             return Shard("nvme", nbytes, extent=self.space.allocate(nbytes), space=self.space)
 
         self.background.synchronize()
+        self.background.drop()
         self.gradients.widen(reshard)
         self.background.replace(self._make_updates(torch.float32))
 

@@ -16,6 +16,7 @@ from offload.memory.shard import Shard
 from offload.ops import HYPER, MASTERS, MOMENTS, RULES
 from offload.planner.form import StateForm
 from offload.planner.layout import Slice
+from offload.planner.schedule import update_order
 
 _ABSOLUTE, _FRAME = 0, 1
 _Where = tuple[int, int]
@@ -46,6 +47,8 @@ class Updates:
         resting = [s.memory for u in units for s in (*u.parameters, *u.gradients, *u.states) if s.memory is not None]
         # Updates may run on after a model is dropped, so the pipeline holds what they touch.
         self.pipeline = _core.Pipeline([f.data_ptr() for f in frames], frame_bytes, 0, 0, [*frames, *resting])
+        self.moves = any(s.memory is None for u in units for s in u.states)  # reading ahead is of use
+        self._chunks = [len(u.states) for u in units]
         self._jobs: list[_Job] = []
         self._order: tuple[int, ...] = ()
         of_unit: dict[int, list[Record]] = {}
@@ -60,10 +63,11 @@ class Updates:
         assert trained is not None
         chunk = trained.chunks[number]
         reads: list[Any] = []
+        late: list[Any] = []  # gradients, which are there last
         writes: list[Any] = []
         at = 0
 
-        def place(shard: Shard, start: int, nbytes: int, written: bool, read: bool) -> _Where:
+        def place(shard: Shard, start: int, nbytes: int, written: bool, read: list[Any] | None) -> _Where:
             """Where a stretch of a shard is during the update: in memory, or in the job's frame between a read and a write."""
             nonlocal at
             if shard.memory is not None:
@@ -71,16 +75,16 @@ class Updates:
             assert shard.space is not None and shard.extent is not None
             here, at = at, at + -(-nbytes // 4096) * 4096
             part = (shard.space.native(shard.extent.file), shard.extent.offset + start, here, nbytes)
-            if read:
-                reads.append(part)
+            if read is not None:
+                read.append(part)
             if written:
                 writes.append(part)
             return _FRAME, here
 
         n, size = chunk.numel, self._compute.itemsize
-        state = place(unit.states[number], 0, unit.states[number].nbytes, written=True, read=True)
-        grad = place(unit.gradients[number], 0, unit.gradients[number].nbytes, written=False, read=True)
-        value = place(unit.parameters[0], chunk.start * size, n * size, written=True, read=self._form.value_is_master)
+        state = place(unit.states[number], 0, unit.states[number].nbytes, written=True, read=reads)
+        grad = place(unit.gradients[number], 0, unit.gradients[number].nbytes, written=False, read=late)
+        value = place(unit.parameters[0], chunk.start * size, n * size, written=True, read=reads if self._form.value_is_master else None)
         segments = []
         by_index = {r.slices[0][1].parameter: r for r in records if r.trained and r.slices}
         for piece in chunk.slices:
@@ -88,7 +92,7 @@ class Updates:
             if piece.stop > piece.start:
                 segments.append(self._segment(record, piece, piece.offset - chunk.start, n, state, grad, value))
         codes = MASTERS["split" if self._form.master == "split" else "fp32"], MOMENTS[self._form.moments]
-        job = self.pipeline.add_job(reads, segments, writes, CODES[self._grad], CODES[self._compute], RULES["adam"], *codes)
+        job = self.pipeline.add_job(reads, segments, writes, CODES[self._grad], CODES[self._compute], RULES["adam"], *codes, late)
         return _Job(job, unit.number, number, tuple(s[0] for s in segments))
 
     def _segment(self, record: Record, piece: Slice, at: int, chunk: int, state: _Where, grad: _Where, value: _Where) -> tuple[Any, ...]:
@@ -101,7 +105,7 @@ class Updates:
         return record.number, piece.stop - piece.start, master, gradient, has["exp_avg"], has["exp_avg_sq"], out, *rest, piece.start
 
     def close(self) -> None:
-        self.pipeline, self._jobs = None, []
+        self.pipeline, self._jobs, self.moves = None, [], False
 
     def hyper(self) -> np.ndarray[Any, Any]:
         """A record a parameter, none active, each with its seed."""
@@ -114,10 +118,15 @@ class Updates:
         jobs = [job for job in self._jobs if any(active[i] for i in job.records)]
         return self.pipeline.submit([job.number for job in jobs], hyper), [(job.unit, job.chunk) for job in jobs]
 
+    def prepare(self, order: Sequence[int]) -> tuple[Any, list[tuple[int, int]]]:
+        """As `submit` of all chunks whose updates are to begin later: as many as find a buffer are read, but for their gradients."""
+        self._arrange(tuple(order))
+        return self.pipeline.prepare([job.number for job in self._jobs]), [(job.unit, job.chunk) for job in self._jobs]
+
     def _arrange(self, order: tuple[int, ...]) -> None:
         if order != self._order:
-            rank = {unit: i for i, unit in enumerate(order)}
-            self._jobs.sort(key=lambda job: (rank[job.unit], job.chunk))
+            jobs = {(job.unit, job.chunk): job for job in self._jobs}
+            self._jobs = [jobs[place] for place in update_order(self._chunks, order)]
             self._order = order
 
 def _blank(records: list[Record], seed: int) -> np.ndarray[Any, Any]:
