@@ -1,6 +1,6 @@
 # make demo    fine-tunes SmolLM2-135M through three tiers (makes .venv, builds, prepares inputs; later runs start at once)
 # make test    C++ tests, ruff, mypy, clang-format, pytest
-# make lint, make format, make sanitize, make bench, make clean
+# make lint, make format, make sanitize, make builds, make bench, make clean
 #
 # PYTHON=python3.12 chooses the interpreter, PIP_ARGS="--extra-index-url ..." another source of packages, JOBS the compilers at once.
 
@@ -13,7 +13,7 @@ CXX_FILES := $(shell find cpp -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 CXX_BUILD := CMakeLists.txt $(shell find cpp -name '*.cmake' -o -name CMakeLists.txt)
 CMAKE := $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DOFFLOAD_PYTHON=OFF -DOFFLOAD_TESTS=ON
 
-.PHONY: demo test test-cxx lint format sanitize bench install clean
+.PHONY: demo test test-cxx lint builds format sanitize bench install clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.made:
@@ -60,6 +60,16 @@ lint: $(VENV)/.installed
 
 test: test-cxx lint
 	$(BIN)/python -m pytest
+
+# make test with each compiler, with and without liburing; leaves .venv to be installed again.
+builds: $(VENV)/.installed
+	rm -f $(VENV)/.installed
+	for cxx in g++ clang++; do for uring in ON OFF; do \
+	  at=build/$$cxx-uring-$$uring; options="-DOFFLOAD_WITH_URING=$$uring" \
+	  && CXX=$$cxx CMAKE_ARGS=$$options CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) --no-build-isolation --no-deps -C build-dir=$$at/wheel -e . \
+	  && $(CMAKE) -B $$at/tests -DCMAKE_CXX_COMPILER=$$cxx $$options && $(BIN)/cmake --build $$at/tests -j $(JOBS) \
+	  && $(BIN)/ctest --test-dir $$at/tests --output-on-failure && $(BIN)/python -m pytest && echo "passed: $$cxx, liburing $$uring" || exit 1; \
+	done; done
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .

@@ -91,9 +91,10 @@ def prepare(
     """Moves the model's training state to its tiers, in place, and streams it through the device from then on. Returns the same object.
 
     Parameters keep their objects, names, shapes and dtypes and rest on the device `cpu`. A model on the meta device is initialised
-    unit by unit by its own rules, seeded by `seed` and each parameter's name, unless weights are loaded first. `place` fixes roles'
-    tiers: {"parameter" | "gradient" | "optimizer": "device" | "host" | "nvme"}. `batch` is (sequences, tokens) of a micro-batch, so
-    that activations are planned for. Raises `ConfigError`, `PlanError` before anything is allocated, `SwapError`.
+    unit by unit by its own rules, seeded by `seed` and each parameter's name, unless weights are loaded first; so is the random rounding
+    of moments kept in fewer bits. `place` fixes roles' tiers: {"parameter" | "gradient" | "optimizer": "device" | "host" | "nvme"}.
+    `batch` is (sequences, tokens) of a micro-batch, so that activations are planned for. Raises `ConfigError`, `PlanError` before anything
+    is allocated, `SwapError`.
     """
     precision = precision or Precision()
     refuse_later(precision=precision, activations=activations, updates=updates, stage=stage)

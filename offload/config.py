@@ -131,7 +131,13 @@ class Tiers:
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of compute, of one micro-batch's gradient as it moves, of the master weights and of Adam's moments."""
+    """The dtypes of compute, of one micro-batch's gradient as it moves, of the master weights and of Adam's moments.
+
+    With fp32 compute the parameter is its own master. `master="split"` keeps the lower half of the fp32 master alone: its upper half is the bf16
+    parameter, rounded to nearest with ties away from zero. `moments`: fp32, or rounded at random to bf16, or to int8 with two fp32 scales for each
+    256 elements. State in bytes an element beside parameter and gradient: 12, 8 or 6 1/32; split 10, 6 or 4 1/32; fp32 compute 8, 4 or 2 1/32.
+    Raises `ConfigError` for unknown values, and for a split master without bf16 compute.
+    """
 
     compute: Compute = "bf16"
     grad: Compute = "bf16"
@@ -142,6 +148,9 @@ class Precision:
         for name, allowed in (("compute", Compute), ("grad", Compute), ("master", Master), ("moments", Moments)):
             if getattr(self, name) not in get_args(allowed):
                 raise ConfigError(f"precision.{name} = {getattr(self, name)!r}: give one of {', '.join(map(repr, get_args(allowed)))}")
+        if self.master == "split" and self.compute != "bf16":
+            why = "with fp32 compute the parameter is its own master" if self.compute == "fp32" else "an fp16 parameter is no half of an fp32 master"
+            raise ConfigError(f"precision.master = 'split' needs compute = 'bf16': {why}; leave precision.master out")
 
 
 def check_place(place: Mapping[str, str] | None) -> dict[str, str]:
@@ -161,8 +170,6 @@ def refuse_later(*, precision: Precision | None = None, activations: str = "auto
     refused = {
         "precision.compute": (p.compute, p.compute == "fp16", "give 'bf16' or 'fp32'"),
         "precision.grad": (p.grad, p.grad == "fp16", "give 'bf16' or 'fp32'"),
-        "precision.master": (p.master, p.master != "fp32", "give 'fp32'"),
-        "precision.moments": (p.moments, p.moments != "fp32", "give 'fp32'"),
         "train.activations": (activations, activations in ("host", "nvme"), "give 'auto', 'keep' or 'recompute'"),
         "train.updates": (updates, updates != "forward", "give 'forward'"),
         "train.stage": (stage, stage != 3, "stages need several ranks; leave it out"),
@@ -229,6 +236,23 @@ class PrecisionTable(_Table):
     grad: Compute = "bf16"
     master: Master = "fp32"
     moments: Moments = "fp32"
+
+
+class _PrecisionAlone(_Table):
+    precision: PrecisionTable = PrecisionTable()
+
+
+def precision_of(overrides: Sequence[str]) -> Precision:
+    """The precision that `precision.key=value` overrides make of the defaults. `ConfigError` for other keys and wrong values."""
+    tables: dict[str, Any] = {}
+    for text in overrides:
+        _override(tables, text)
+        if list(tables) != ["precision"]:
+            raise ConfigError(f"--set {text!r}: without a run file only keys of precision mean anything")
+    try:
+        return Precision(**_PrecisionAlone.model_validate(tables).precision.model_dump())
+    except ValidationError as error:
+        raise ConfigError(f"--set: {_explain(error)}") from None
 
 
 class OptimizerTable(_Table):

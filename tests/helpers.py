@@ -19,6 +19,11 @@ PLACES = ("device", "host", "nvme")
 SETTINGS = [("cpu", "device"), ("cpu", "host"), ("cpu", "nvme"), ("sim", "host"), ("sim", "nvme")]  # where it computes, where all roles rest
 FP32 = offload.Precision(compute="fp32", grad="fp32")
 BF16 = offload.Precision(compute="bf16", grad="bf16")
+PRECISIONS = [
+    offload.Precision(compute, "bf16", master, moments)  # type: ignore[arg-type]
+    for compute, master in (("bf16", "fp32"), ("bf16", "split"), ("fp32", "fp32"))
+    for moments in ("fp32", "bf16", "int8")
+]  # every form of state
 
 
 class Block(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.config import Precision, RunConfig, Tiers, check_place, format_size, known_keys, parse_size, refuse_later
+from offload.config import Precision, RunConfig, Tiers, check_place, format_size, known_keys, parse_size, precision_of, refuse_later
 from offload.errors import ConfigError
 
 RUN = """
@@ -146,8 +146,8 @@ def test_refusals_name_the_key(run: Path, override: str, says: str) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["checkpoint.every=20", "precision.master=split", "precision.moments=int8", "precision.compute=fp16", "precision.grad=fp16",
-     "train.activations=nvme", "train.activations=host", "train.stage=1", "train.updates=backward"],
+    ["checkpoint.every=20", "precision.compute=fp16", "precision.grad=fp16", "train.activations=nvme", "train.activations=host", "train.stage=1",
+     "train.updates=backward"],
 )  # fmt: skip
 def test_what_comes_later_is_refused_and_not_ignored(run: Path, override: str) -> None:
     assert "not available in this version" in refusal(run, override)
@@ -160,8 +160,24 @@ def test_several_ranks_come_later(run: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_prepare_refuses_the_same_values() -> None:
     refuse_later(precision=Precision(), activations="keep")
-    with pytest.raises(ConfigError, match="split"):
-        refuse_later(precision=Precision(master="split"))
+    refuse_later(precision=Precision(master="split", moments="int8"))
+    with pytest.raises(ConfigError, match="fp16"):
+        refuse_later(precision=Precision(compute="fp16"))
+
+
+@pytest.mark.parametrize("compute", ["fp32", "fp16"])
+def test_a_split_master_needs_bf16_compute(run: Path, compute: str) -> None:
+    with pytest.raises(ConfigError, match="needs compute = 'bf16'"):
+        Precision(compute=compute, master="split")  # type: ignore[arg-type]
+    assert "needs compute = 'bf16'" in refusal(run, f"precision.compute={compute}", "precision.master=split")
+
+
+def test_precision_alone() -> None:
+    assert precision_of(["precision.master=split", "precision.moments=int8"]) == Precision(master="split", moments="int8")
+    assert precision_of([]) == Precision()
+    for override in ("train.steps=3", "precision.moment=int8", "precision.moments=int4", "precision"):
+        with pytest.raises(ConfigError):
+            precision_of([override])
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional
+from transformers import LlamaConfig
 
 from offload.train import loss
+from offload.train.model import Toy
 
 
 def inputs(dtype: torch.dtype, rows: int, length: int, width: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -101,3 +103,19 @@ def test_heads_that_do_more_are_found_out(kind: str, changes: dict[str, object],
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     assert loss.head_is_plain(model) is plain
+
+
+def test_a_toy_tells_what_its_architecture_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what went wrong with it, rather than nothing."""
+    config = LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, use_cache=False)
+    toy = Toy(config)
+    toy.step()
+    assert toy.in_chunks and toy.trouble == ""
+
+    def refuses(*_: object) -> None:
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr("offload.train.model.build", refuses)
+    toy = Toy(config)
+    toy.step()
+    assert not toy.in_chunks and toy.trouble == "ValueError: no such thing"

@@ -15,12 +15,13 @@ from torch import nn
 
 import models as M
 import offload
+from helpers import PRECISIONS
 from offload import _core
 from offload.engine.registry import engine_of
 from offload.planner import placement
 from offload.transfer.device import CpuDevice, SimDevice
 
-SETTINGS = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 IDS = torch.arange(24).view(2, 12) * 101 % 3001
 
 
@@ -60,7 +61,7 @@ def reference(path: Path, precision: offload.Precision, clip: float | None, accu
 roles = st.sampled_from([None, "device", "host", "nvme"])
 plans = st.fixed_dictionaries(
     {
-        "precision": st.sampled_from([M.BF16, M.FP32, offload.Precision("bf16", "fp32"), offload.Precision("fp32", "bf16")]),
+        "precision": st.sampled_from([M.FP32, offload.Precision("bf16", "fp32"), *PRECISIONS, offload.Precision("bf16", "fp32", "split", "int8")]),
         "clip": st.sampled_from([None, 1e-3]),
         "accumulate": st.sampled_from([1, 4]),
         "device": st.one_of(st.just("cpu"), st.just("sim"), st.integers(0, 1000)),

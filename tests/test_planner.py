@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 import models as M
 import offload
+from helpers import PRECISIONS
 from offload.config import Precision, parse_size
 from offload.errors import ConfigError, PlanError
 from offload.planner import demand
+from offload.planner.form import StateForm
 from offload.planner.layout import ALIGN, CHUNK_ALIGN, DTYPE_BYTES, ParameterSpec, UnitSpec, lay_out, slot_bytes
 from offload.planner.placement import Capacities, Plan, chunks_of, gradient_chunk_bytes, nvme_extents, plan_units
 
@@ -51,9 +53,12 @@ batches = st.one_of(st.none(), st.builds(demand.Batch, st.integers(1, 4), st.int
 computes = st.sampled_from(["fp32", "bf16"])
 
 
-def attempt(units: list[UnitSpec], cap: Capacities, compute: str = "bf16", **options: Any) -> Plan | None:
+precisions = st.sampled_from(PRECISIONS)
+
+
+def attempt(units: list[UnitSpec], cap: Capacities, precision: str | Precision = "bf16", **options: Any) -> Plan | None:
     try:
-        return plan_units(units, cap, Precision(compute), **options)
+        return plan_units(units, cap, Precision(precision) if isinstance(precision, str) else precision, **options)
     except PlanError:
         return None
 
@@ -112,12 +117,12 @@ def _resting(plan: Plan) -> dict[str, int]:
     return out
 
 
-@given(unit_specs(), capacities, batches, computes, st.sampled_from(["auto", "keep", "recompute"]), st.sampled_from([1, 4]))
+@given(unit_specs(), capacities, batches, precisions, st.sampled_from(["auto", "keep", "recompute"]), st.sampled_from([1, 4]))
 @SETTINGS
 def test_plan_keeps_capacities(
-    units: list[UnitSpec], cap: Capacities, batch: demand.Batch | None, compute: str, activations: str, accumulate: int
+    units: list[UnitSpec], cap: Capacities, batch: demand.Batch | None, precision: Precision, activations: str, accumulate: int
 ) -> None:
-    plan = attempt(units, cap, compute, batch=batch, activations=activations, accumulate=accumulate)
+    plan = attempt(units, cap, precision, batch=batch, activations=activations, accumulate=accumulate)
     if plan is None:
         return
     assert [u.spec for u in plan.layouts] == units
@@ -126,13 +131,13 @@ def test_plan_keeps_capacities(
     assert plan.peak_bytes["host"] <= cap.host
     assert plan.peak_bytes["nvme"] <= cap.nvme
     assert plan.grad == ("fp32" if accumulate > 1 else "bf16")
-    assert (plan.form.master == "own") == (compute == "fp32")
+    assert plan.form == StateForm.of(precision)
     if not cap.rests:
         assert not plan.resting["device"]
     if plan.resting["nvme"]:
         assert plan.frames >= 3
         largest = max((c.numel for u in plan.layouts for c in chunks_of(u)), default=0)
-        assert plan.frame_bytes >= plan.form.record_bytes(largest) + largest * (4 + DTYPE_BYTES[compute])
+        assert plan.frame_bytes >= plan.form.record_bytes(largest) + largest * (4 + DTYPE_BYTES[plan.compute])
     _check_slots(plan, cap)
     total = sum(b for roles in plan.describe().values() for b in roles.values())
     assert total <= sum(plan.resting.values())
@@ -184,13 +189,13 @@ def test_bad_place(place: dict[str, str]) -> None:
         plan_units([UnitSpec("u", (ParameterSpec("p", 10, "fp32", True),))], Capacities(MIB, MIB, 0, False, False), Precision(), place=place)
 
 
-@given(unit_specs(), capacities, st.sampled_from(["device", "host"]), st.integers(1, 8 * MIB), computes)
+@given(unit_specs(), capacities, st.sampled_from(["device", "host"]), st.integers(1, 8 * MIB), precisions)
 @settings(max_examples=150, deadline=None)
-def test_more_budget_never_puts_more_on_nvme(units: list[UnitSpec], cap: Capacities, tier: str, more: int, compute: str) -> None:
+def test_more_budget_never_puts_more_on_nvme(units: list[UnitSpec], cap: Capacities, tier: str, more: int, precision: Precision) -> None:
     """Nor does what fitted stop to fit."""
-    before = attempt(units, cap, compute)
+    before = attempt(units, cap, precision)
     larger = Capacities(cap.device + more * (tier == "device"), cap.host + more * (tier == "host"), cap.nvme, cap.rests, cap.direct)
-    after = attempt(units, larger, compute)
+    after = attempt(units, larger, precision)
     if before is not None:
         assert after is not None
         assert after.resting["nvme"] <= before.resting["nvme"]
@@ -244,12 +249,12 @@ def test_what_comes_later_never_rests_nearer(units: list[UnitSpec], cap: Capacit
         assert tiers == sorted(tiers)
 
 
-@given(unit_specs(), st.lists(st.integers(0, 800 << 10), min_size=2, max_size=5), computes)
+@given(unit_specs(), st.lists(st.integers(0, 800 << 10), min_size=2, max_size=5), precisions)
 @SETTINGS
-def test_drives_hold_what_is_planned(units: list[UnitSpec], drives: list[int], compute: str) -> None:
+def test_drives_hold_what_is_planned(units: list[UnitSpec], drives: list[int], precision: Precision) -> None:
     """Shards allocated whole, as a swap space does, find room; a plan that is refused would have found none."""
     cap = Capacities(8 * MIB, 2 * MIB, sum(drives), False, False, tuple(drives))
-    plan, whole = attempt(units, cap, compute), attempt(units, replace(cap, nvme=64 * MIB, drives=()), compute)
+    plan, whole = attempt(units, cap, precision), attempt(units, replace(cap, nvme=64 * MIB, drives=()), precision)
     made = plan or whole
     if made is None or not sum(drives):
         return

@@ -7,54 +7,64 @@ from collections.abc import Sequence
 from typing import Any
 
 from offload.cli.app import emit
-from offload.config import RunConfig, format_size
+from offload.config import Precision, RunConfig, format_size, precision_of
 from offload.errors import ConfigError
 
-# bytes per parameter of mixed precision with fp32 masters and moments: parameters, gradients, optimizer state (arXiv:1910.02054)
-_PARAMETER, _GRADIENT, _OPTIMIZER = 2, 2, 12
 
+def _arithmetic(params: float, ranks: int, stage: int, precision: Precision) -> dict[str, Any]:
+    """Bytes of state, and on each of `ranks` when `stage` divides optimizer state (1), gradients too (2), parameters too (3) (arXiv:1910.02054)."""
+    from offload.planner.form import StateForm
+    from offload.planner.layout import DTYPE_BYTES
 
-def state_bytes_per_rank(params: float, ranks: int, stage: int) -> float:
-    """Bytes of state on each of `ranks` when `stage` divides optimizer state (1), gradients too (2), parameters too (3)."""
-    shares = [count / (ranks if stage >= least else 1) for count, least in ((_OPTIMIZER, 1), (_GRADIENT, 2), (_PARAMETER, 3))]
-    return params * sum(shares)
-
-
-def _arithmetic(params: float, ranks: int, stage: int) -> dict[str, Any]:
     if not math.isfinite(params) or params <= 0:
         raise ConfigError(f"--params {params}: give a number above 0, as 70e9")
-    total = params * (_PARAMETER + _GRADIENT + _OPTIMIZER)
+    count = int(params)
+    parameter, gradient, optimizer = (
+        count * DTYPE_BYTES[precision.compute], count * DTYPE_BYTES[precision.grad], StateForm.of(precision).nbytes(count)
+    )  # fmt: skip
+    shares = (nbytes / (ranks if stage >= least else 1) for nbytes, least in ((optimizer, 1), (gradient, 2), (parameter, 3)))
     return {
-        "parameters": int(params),
+        "parameters": count,
         "ranks": ranks,
         "stage": stage,
-        "state_bytes": int(total),
-        "state_bytes_per_rank": int(state_bytes_per_rank(params, ranks, stage)),
-        "written_bytes_per_step": int(14 * params / ranks),  # masters, moments and parameters, all on NVMe
+        "state_bytes": parameter + gradient + optimizer,
+        "state_bytes_per_rank": int(sum(shares)),
+        "written_bytes_per_step": (optimizer + parameter) // ranks,  # all on NVMe
     }
 
 
 def _placement(run: str, overrides: Sequence[str]) -> dict[str, Any]:
     config = RunConfig.load(run, overrides)
+    import torch
+
     import offload
+    from offload.planner.cost import traffic_of
     from offload.train import model
+    from offload.train.estimate import estimate
     from offload.train.loop import compute_device
 
     model_config = model.load_config(config.model)
-    probe, in_chunks = model.toy_steps(model_config)
-    probe()
+    toy = model.Toy(model_config)
+    toy.step()
+    device = compute_device(config.train.device)
     made = offload.plan(
         model.build(model_config),
         config.tiers_value(),
-        device=compute_device(config.train.device),
+        device=device,
         precision=config.precision_value(),
         activations=config.train.activations,
         place=config.place_value(),
-        batch=model.planned_batch(model_config, config.data.batch_size, config.data.seq_length, in_chunks()),
+        batch=model.planned_batch(model_config, config.data.batch_size, config.data.seq_length, toy.in_chunks),
         accumulate=config.data.accumulate,
+    )
+    traffic = traffic_of(made, direct=device == "cpu", accumulate=config.data.accumulate)
+    figures = estimate(model_config, config, toy.in_chunks, torch.device("cuda" if device == "cuda" else "cpu")).figures(
+        traffic, recompute=made.activations == "recompute", accumulate=config.data.accumulate
     )
     return {
         "parameters": made.parameters,
+        **figures,
+        "written_bytes_per_step": traffic.nvme_write,
         "state_bytes": made.state_bytes,
         "state_bytes_per_rank": made.state_bytes,
         "budget_bytes": config.tiers_value().budget_bytes(),
@@ -72,13 +82,18 @@ def _text(result: dict[str, Any]) -> str:
         return "\n".join(lines)
     lines += [f"{tier}: {format_size(result['peak_bytes'][tier])} of {format_size(have)}" for tier, have in result["budget_bytes"].items()]
     lines += [f"{role}: " + ", ".join(f"{format_size(n)} {tier}" for tier, n in tiers.items() if n) for role, tiers in result["placement"].items()]
-    return "\n".join([*lines, f"activations: {result['activations']}"])
+    lines.append(f"activations: {result['activations']}")
+    lines.append(f"a step takes at least {result['bound_step_seconds']:.3g} s, held by {result['limiting_link']}")
+    lines.append(f"{format_size(result['written_bytes_per_step'])} written to NVMe a step")
+    return "\n".join(lines)
 
 
 def plan_command(run: str | None, overrides: Sequence[str], params: float | None, ranks: int, stage: int, as_json: bool) -> int:
-    """Prints the plan of a run file, or arithmetic for `params`."""
+    """Prints the plan of a run file, or arithmetic for `params`, with `overrides` of precision."""
+    if run is not None and params is not None and "=" in run:
+        overrides, run = [*overrides, run], None  # `--set a=1 b=2`: the second is no run file
     if (run is None) == (params is None):
         raise ConfigError("give either a run file or --params")
-    result = _placement(run, overrides) if run is not None else _arithmetic(float(params or 0), ranks, stage)
+    result = _placement(run, overrides) if run is not None else _arithmetic(float(params or 0), ranks, stage, precision_of(overrides))
     emit(result, as_json, _text)
     return 0

@@ -34,7 +34,10 @@ class ValueSource:
 
 
 class MomentSource:
-    """One of Adam's moments of a parameter, fp32. It stands for one generation: a set that takes its place makes it stale."""
+    """One of Adam's moments of a parameter: fp32 as it reads, rounded to its form when it is written.
+
+    It stands for one generation: a set that takes its place makes it stale.
+    """
 
     dtype = torch.float32
 

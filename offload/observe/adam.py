@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from offload import ops
+from offload.config import Precision
 from offload.errors import ConfigError
 from offload.memory.limits import host_limits
 from offload.observe.measure import MIB, rate, turns
@@ -83,6 +84,16 @@ FORMS = (
 )
 
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def form_of(precision: Precision) -> Form:
+    """The update that a run of this precision makes."""
+    own = precision.compute == "fp32"
+    out = None if own else _DTYPES[precision.compute]
+    return _form("AdamW of the run", "adam", "fp32" if own else precision.master, precision.moments, _DTYPES[precision.grad], out)
+
+
 def _torch_fused(n: int) -> Callable[[], object]:
     parameter = torch.nn.Parameter(torch.randn(n))
     parameter.grad = torch.randn(n)
@@ -124,6 +135,11 @@ def adam_rates(n: int, forms: Iterable[Form] = FORMS, rounds: int = 5) -> list[d
         del step
     rows.append({"form": CEILING.name, "bytes_per_parameter": 8, "gb_per_second": rate(8 * n, taken["ceiling"]), "share_of_in_place": 1.0})
     return rows
+
+
+def step_seconds(form: Form, n: int, rounds: int = 5) -> list[float]:
+    """Seconds of updates of `n` parameters."""
+    return turns({"form": _rested(form.make(n))}, rounds, warm=2)["form"]
 
 
 _rest = threading.Event()

@@ -51,11 +51,15 @@ def ratio(ours: list[float], theirs: list[float]) -> float:
 
 
 class SwapProbe:
-    """A file of `nbytes`, a multiple of `PIECE`, of random data, moved by the piece, eight in flight; "mixed" alternates reads and writes."""
+    """A file of `nbytes` of random data, moved by the piece, eight in flight; "mixed" alternates reads and writes.
+
+    A piece is as large as a buffer, by default `PIECE`, of which `nbytes` is a multiple.
+    """
 
     def __init__(self, path: Path, nbytes: int, **settings: Any) -> None:
         self.nbytes = nbytes
         self.buffers = settings.pop("buffers", None) or random_buffers()
+        self.piece = self.buffers[0].numel()
         self.file = SwapFile(path, nbytes, **settings)
 
     def fill(self) -> None:
@@ -69,7 +73,7 @@ class SwapProbe:
 
     def _run(self, op: str) -> None:
         pending: deque[Any] = deque()
-        for i, offset in enumerate(range(0, self.nbytes, PIECE)):
+        for i, offset in enumerate(range(0, self.nbytes, self.piece)):
             if len(pending) >= PIECES_IN_FLIGHT:
                 pending.popleft().wait()
             move = self.file.read if op == "read" or (op == "mixed" and i % 2) else self.file.write
@@ -81,8 +85,8 @@ class SwapProbe:
         self.file.close()
 
 
-def random_buffers() -> list[torch.Tensor]:
-    return [ops.empty(PIECE, torch.uint8).random_(0, 255) for _ in range(PIECES_IN_FLIGHT)]
+def random_buffers(piece: int | None = None) -> list[torch.Tensor]:
+    return [ops.empty(piece or PIECE, torch.uint8).random_(0, 255) for _ in range(PIECES_IN_FLIGHT)]
 
 
 def probe_bytes(directory: Path, seconds: float, most: int = 1 << 30) -> int:

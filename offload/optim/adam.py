@@ -33,8 +33,9 @@ class Adam(torch.optim.Optimizer):
     """`torch.optim.Adam` for the parameters of prepared models.
 
     Param groups, schedulers, `step(closure)`, `state_dict` and `load_state_dict` are torch's. `state[p]` has `step` (fp32 scalar), `exp_avg` and
-    `exp_avg_sq` (fp32, at rest). A step in which a gradient is not finite is skipped whole and warned of; `skipped` counts them.
-    `foreach` and `fused` choose among torch's kernels and change nothing here. ConfigError for `amsgrad`, `capturable` and `differentiable`.
+    `exp_avg_sq` (at rest; they read as fp32, and are rounded to `Precision(moments=...)` when written). A step in which a gradient is not finite
+    is skipped whole and warned of; `skipped` counts them. `foreach` and `fused` choose among torch's kernels and change nothing here.
+    ConfigError for `amsgrad`, `capturable` and `differentiable`.
     """
 
     skipped = 0
@@ -119,7 +120,7 @@ class Adam(torch.optim.Optimizer):
         return int(values["step"]) + 1
 
     def _store(self, engine: Engine, record: Record, values: _Values) -> None:
-        """Moments from anywhere go to where they rest, in fp32."""
+        """Moments from anywhere go to where they rest, in the form they have there."""
         for role in MOMENTS:
             if not _rests(values, record, role):
                 value = values[role]
@@ -140,7 +141,7 @@ class Adam(torch.optim.Optimizer):
     # Loading
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes param groups as torch does; moments and steps go to where they rest, in fp32. ConfigError, before anything is changed, for a state
+        """Takes param groups as torch does; moments and steps go to where they rest. ConfigError, before anything is changed, for a state
         that does not fit; parameters that it lacks start afresh.
         """
         loads: list[tuple[Engine, Record, _Values, bool]] = []

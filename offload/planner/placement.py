@@ -92,6 +92,11 @@ class Plan:
         return sum(u.spec.numel for u in self.layouts)
 
     @property
+    def trained(self) -> int:
+        """Parameters that are trained."""
+        return sum(p.numel for u in self.layouts for p in u.spec.parameters if p.trained)
+
+    @property
     def state_bytes(self) -> int:
         """Parameters, gradients, masters and moments, without padding."""
         total = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from offload.config import RunConfig
 from offload.errors import ConfigError
 from offload.observe import base
 from offload.observe.metrics import MetricsWriter
+from offload.planner.cost import Traffic
 from offload.train import loss, model
 from offload.train.data import PackedSequences, RandomSequences, Source, find_files, has_tokenizer, micro_batch, split
+from offload.train.estimate import Estimate, estimate
 from offload.train.progress import Reporter
 from offload.train.rundir import RunDirectory
 from offload.train.schedule import learning_rate
@@ -74,12 +76,13 @@ class Trainer:
         model_config = model.load_config(config.model)
         vocab_size = int(model_config.get_text_config().vocab_size)
         wait = closing.enter_context(_sequences(config, vocab_size, self._directory.path))
-        step, in_chunks = model.toy_steps(model_config)
-        base.measure(step)
+        toy = model.Toy(model_config)
+        base.measure(toy.step)
         self._source, self._held_out, self._held_out_count = wait()
         if not self._held_out_count and data.eval_sequences:
             self._reporter.note("no held-out text, so nothing is evaluated")
 
+        self._estimate = self._measured(model_config, toy.in_chunks)
         torch.manual_seed(config.train.seed)
         self._model: Any = offload.prepare(
             model.build(model_config),
@@ -88,7 +91,7 @@ class Trainer:
             precision=config.precision_value(),
             activations=config.train.activations,
             place=config.place_value(),
-            batch=model.planned_batch(model_config, data.batch_size, data.seq_length, in_chunks()),
+            batch=model.planned_batch(model_config, data.batch_size, data.seq_length, toy.in_chunks),
             accumulate=data.accumulate,
             updates=config.train.updates,
             seed=config.train.seed,
@@ -102,9 +105,18 @@ class Trainer:
         self._optimizer: Any = kind(
             self._model.parameters(), lr=chosen.lr, betas=(chosen.betas[0], chosen.betas[1]), eps=chosen.eps, weight_decay=chosen.weight_decay
         )
-        self._head: nn.Linear | None = loss.plain_head(self._model) if in_chunks() else None
+        self._head: nn.Linear | None = loss.plain_head(self._model) if toy.in_chunks else None
         if self._head is None:
-            self._reporter.note(f"{model_config.model_type}: the loss is computed from all logits at once")
+            why = f" (a small model of the kind: {toy.trouble})" if toy.trouble else ""
+            self._reporter.note(f"{model_config.model_type}: the loss is computed from all logits at once{why}")
+
+    def _measured(self, model_config: Any, in_chunks: bool) -> Estimate | None:
+        """What a step may take here, or None, said aloud, where that cannot be found out."""
+        try:
+            return estimate(model_config, self._config, in_chunks, torch.device("cuda" if self._device == "cuda" else "cpu"))
+        except Exception as error:  # of any kind: what a model's code does with one block alone is its own
+            self._reporter.note(f"the bound of a step is not known: {type(error).__name__}: {error}")
+            return None
 
     def run(self, stopped: Callable[[], bool]) -> dict[str, Any]:
         """Trains until the last step or until `stopped()`; returns the summary, which is written too."""
@@ -199,7 +211,7 @@ class Trainer:
         tokens = sum(r["tokens"] for r in records)
         with runtime.uncounted():
             digest = None if interrupted else runtime.digest()
-        predicted: dict[str, Any] = runtime.predict() if hasattr(runtime, "predict") else {}
+        counters = runtime.stats()
         return {
             "steps": len(records),
             "tokens": tokens,
@@ -212,10 +224,22 @@ class Trainer:
             "tokens_per_second": tokens / sum(seconds) if seconds else None,
             "interrupted": interrupted,
             "digest": digest,
-            **{key: predicted.get(key) for key in ("predicted_step_seconds", "bound_step_seconds", "limiting_link")},
-            **runtime.stats(),
+            "predicted_step_seconds": None,
+            **self._bound(counters["moved_bytes"]),
+            **counters,
             "version": offload.__version__,
         }
+
+
+    def _bound(self, moved: Mapping[str, int]) -> dict[str, Any]:
+        """The least a step of this run can take, by the bytes that it moved."""
+        if self._estimate is None or not self._records:
+            return dict.fromkeys(("bound_step_seconds", "limiting_link"))
+        plan = self._runtime.plan
+        links = {link: moved[link] // len(self._records) for link in ("nvme_read", "nvme_write", "h2d", "d2h")}
+        return self._estimate.figures(
+            Traffic(**links, updated=plan.trained), recompute=plan.activations == "recompute", accumulate=self._config.data.accumulate
+        )
 
 
 def train(config: RunConfig, out: str, *, stopped: Callable[[], bool] = lambda: False) -> dict[str, Any]:

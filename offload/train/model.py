@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -116,28 +116,38 @@ def toy_config(config: Any) -> Any | None:
     return toy
 
 
-def toy_steps(config: Any) -> tuple[Callable[[], None], Callable[[], bool]]:
-    """Two closures: a training step of a toy of `config` in fp32 and in bf16; and, after it, whether the toy's loss can be taken in chunks.
+class Toy:
+    """A small model of a run's kind: a probe of what the architecture allows, and what makes libraries import and keep what they will.
 
-    An architecture of which no toy can be made has its loss taken whole.
+    After `step()`: `in_chunks`, whether the loss can be taken in chunks; `trouble`, what went wrong with the toy, empty if nothing did.
     """
-    found = [False]
 
-    def step() -> None:
-        toy = toy_config(config)
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self.in_chunks = False
+        self.trouble = ""
+
+    def step(self) -> None:
+        """Trains toys in fp32 and in bf16, plain and prepared. An architecture of which no toy can be made has its loss taken whole."""
+        toy = toy_config(self._config)
         if toy is None:
+            self.trouble = "its sizes cannot be changed"
             return
         with torch.random.fork_rng(devices=[]):
-            for dtype in (torch.float32, torch.bfloat16):
-                try:
-                    model = build(toy, "cpu", dtype)
-                    ids = torch.arange(64)[None] % toy.vocab_size
-                    torch.autograd.backward(loss.full_causal_loss(model, ids))
-                    torch.optim.AdamW(model.parameters(), lr=1e-4).step()
-                except Exception:  # the toy is a probe: whatever it cannot do, the model itself will say
-                    return
-                if dtype == torch.float32:
-                    found[0] = loss.head_is_plain(model.eval())
-            _prepared_step(build(toy, "cpu", torch.float32), ids)
+            try:
+                self._train(toy)
+            except Exception as error:  # whatever the toy cannot do, the model itself will say
+                self.in_chunks = False
+                self.trouble = f"{type(error).__name__}: {error}"
 
-    return step, lambda: found[0]
+    def _train(self, toy: Any) -> None:
+        plain = False
+        ids = torch.arange(64)[None] % toy.vocab_size
+        for dtype in (torch.float32, torch.bfloat16):
+            model = build(toy, "cpu", dtype)
+            torch.autograd.backward(loss.full_causal_loss(model, ids))
+            torch.optim.AdamW(model.parameters(), lr=1e-4).step()
+            if dtype == torch.float32:
+                plain = loss.head_is_plain(model.eval())
+        _prepared_step(build(toy, "cpu", torch.float32), ids)
+        self.in_chunks = plain

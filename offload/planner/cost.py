@@ -1,0 +1,115 @@
+"""What a step costs: its bytes by link, and the least time in which this machine can do it. Pure.
+
+[Note: bound]
+No schedule beats the slowest of: compute, each link by itself, and the update. Where the device is the machine's CPU, compute and the update share
+its cores and their times add up. A drive reads at R, writes at W, and moves X in all while it does both, so its time is the greatest of read / R,
+write / W and (read + write) / X.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.planner.layout import DTYPE_BYTES
+from offload.planner.placement import Plan, chunks_of
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes a step by link, and trained parameters that it updates."""
+
+    nvme_read: int
+    nvme_write: int
+    h2d: int
+    d2h: int
+    updated: int
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes a second: of the drives (all together), reading, writing, and both at once; of the links to a device; None where there is none.
+
+    `updates`: trained parameters a second. `shared_cores`: whether compute and updates share the CPU.
+    """
+
+    read: float | None
+    write: float | None
+    mixed: float | None
+    h2d: float | None
+    d2h: float | None
+    updates: float
+    shared_cores: bool
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Seconds of forward and backward passes; `again`: of that part of forward which recomputation repeats in backward."""
+
+    forward: float
+    backward: float
+    again: float = 0.0
+
+    def of_step(self, recompute: bool, accumulate: int = 1) -> Compute:
+        """Of all micro-batches of a step, recomputation counted in backward."""
+        return Compute(accumulate * self.forward, accumulate * (self.backward + (self.again if recompute else 0.0)))
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+def nvme_seconds(read: float, write: float, rates: Rates) -> float:
+    """The least time in which the drives read and write so many bytes."""
+    if rates.read is None or rates.write is None or rates.mixed is None:
+        return 0.0
+    return max(read / rates.read, write / rates.write, (read + write) / rates.mixed)
+
+
+def parts(compute: Compute, traffic: Traffic, rates: Rates) -> dict[str, float]:
+    """Seconds of each thing that cannot be divided further: "compute", "update", "nvme", "h2d", "d2h"; "compute" has the update in it
+    where they share cores."""
+    update = traffic.updated / rates.updates
+    seconds = {"compute": compute.total + (update if rates.shared_cores else 0.0), "nvme": nvme_seconds(traffic.nvme_read, traffic.nvme_write, rates)}
+    if not rates.shared_cores:
+        seconds["update"] = update
+    for link, rate in (("h2d", rates.h2d), ("d2h", rates.d2h)):
+        if rate is not None:
+            seconds[link] = getattr(traffic, link) / rate
+    return seconds
+
+
+def bound(compute: Compute, traffic: Traffic, rates: Rates) -> tuple[float, str]:
+    """The least seconds a step can take, and what holds it; see [Note: bound]."""
+    seconds = parts(compute, traffic, rates)
+    link = max(seconds, key=lambda name: seconds[name])
+    return seconds[link], link
+
+
+def traffic_of(plan: Plan, *, direct: bool, accumulate: int = 1) -> Traffic:
+    """What a plan moves in a step of `accumulate` micro-batches: a unit's parameters are fetched for each forward and each backward, gradients
+    go once for each micro-batch and come back for the sum and for the update, state comes and goes once.
+
+    `direct`: the device computes from host memory, so that nothing goes over a link to it.
+    """
+    read = write = h2d = d2h = updated = 0
+    for u, unit in enumerate(plan.layouts):
+        nbytes = sum(f.nbytes for f in unit.flats)
+        trained = unit.trained.numel * DTYPE_BYTES[plan.form.compute] if unit.trained else 0
+        fetches = 2 * accumulate
+        if plan.parameter[u] == "nvme":
+            read += fetches * nbytes + (trained if plan.form.value_is_master else 0)
+            write += trained
+        if plan.parameter[u] != "device" and not direct:
+            h2d += fetches * nbytes
+        for i, chunk in enumerate(chunks_of(unit)):
+            updated += sum(s.stop - s.start for s in chunk.slices)
+            gradient = chunk.numel * DTYPE_BYTES[plan.grad]
+            if not direct and plan.gradient[u][i] != "device":
+                d2h += accumulate * gradient
+            if plan.gradient[u][i] == "nvme":
+                write += accumulate * gradient
+                read += accumulate * gradient  # for the next sum, and at last for the update
+            if plan.state[u][i] == "nvme":
+                read += plan.form.record_bytes(chunk.numel)
+                write += plan.form.record_bytes(chunk.numel)
+    return Traffic(read, write, h2d, d2h, updated)

@@ -1,0 +1,143 @@
+"""How long a step of a run may take: this machine's rates and the model's compute, measured before the first step.
+
+Rates come from the machine's profile where `offload bench` has left one; what is not there is measured here, within the budgets and in a few seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from offload import _core
+from offload.config import Precision, RunConfig, Tiers
+from offload.engine.build import discover
+from offload.engine.record import DTYPES
+from offload.observe import adam, measure, profile
+from offload.observe.compute import calls_of, compute_seconds, timed
+from offload.planner import cost
+from offload.planner.cost import Compute, Rates, Traffic
+from offload.train import loss, model
+
+MIB = 1 << 20
+PROBE_BYTES = 512 * MIB
+PARAMETERS = 8 * MIB
+HOST_SHARE = 4  # measuring takes at most this fraction of the host budget
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a machine can do for a run: seconds of one micro-batch's compute, and rates."""
+
+    compute: Compute
+    rates: Rates
+
+    def figures(self, traffic: Traffic, *, recompute: bool, accumulate: int) -> dict[str, Any]:
+        """`bound_step_seconds` and `limiting_link` of a step that moves `traffic`."""
+        seconds, link = cost.bound(self.compute.of_step(recompute, accumulate), traffic, self.rates)
+        return {"bound_step_seconds": seconds, "limiting_link": link}
+
+
+def model_compute(model_config: Any, config: RunConfig, in_chunks: bool, device: torch.device) -> Compute:
+    """Seconds of a micro-batch's forward, loss and backward, not recomputed; see observe/compute.py."""
+    shape = (config.data.batch_size, config.data.seq_length)
+    with FakeTensorMode():
+        whole: Any = model.build(model_config, "cpu")
+        found = discover(whole, "auto")
+        tops = {id(f.modules[0]) for f in found}
+        innermost = [f for f in found if not any(id(m) in tops for m in f.modules[0].modules() if m is not f.modules[0])]
+        ids = torch.zeros(shape, dtype=torch.int64)
+        called = whole.base_model if in_chunks else whole
+        calls = calls_of([(f.modules[0], f.repeated) for f in innermost], lambda: called(input_ids=ids, use_cache=False))
+    dtype = DTYPES[config.precision.compute]
+    units = compute_seconds(calls, dtype, device)
+    text = model_config.get_text_config()
+    of_loss = _loss_seconds((*shape, int(text.hidden_size), int(text.vocab_size)), in_chunks, dtype, device)
+    return Compute(units.forward + of_loss, units.backward, units.again)
+
+
+def _loss_seconds(sizes: tuple[int, int, int, int], in_chunks: bool, dtype: torch.dtype, device: torch.device) -> float:
+    """Of the loss and its gradients: from the last hidden state if `in_chunks`, else from all logits."""
+    rows, length, width, vocabulary = sizes
+    ids = torch.randint(0, vocabulary, (rows, length), device=device)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device).normal_(std=0.02).requires_grad_()
+
+    if in_chunks:
+        hidden, weight = random(rows, length, width), random(vocabulary, width)
+        return timed(lambda: loss.chunked_causal_loss(hidden, weight, ids), device)
+    logits = random(rows, length, vocabulary)
+
+    def whole() -> None:
+        value = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+        torch.autograd.grad(value, logits)
+
+    return timed(whole, device)
+
+
+def machine_rates(tiers: Tiers, precision: Precision, device: torch.device) -> Rates:
+    """This machine's links and updates. SwapError or ConfigError where a drive cannot be measured."""
+    read, write, mixed = _drive_rates(tiers)
+    updates = _update_rate(tiers, precision)
+    if device.type != "cuda":
+        return Rates(read, write, mixed, None, None, updates, shared_cores=True)
+    figures = profile.load("copy") or {"gb_per_second": measure.copy_rates(64 * MIB)}
+    copies = figures["gb_per_second"]
+    h2d, d2h = (copies[name] * 1e9 for name in ("host to device, pinned", "device to host, pinned"))
+    return Rates(read, write, mixed, h2d, d2h, updates, shared_cores=False)
+
+
+def _drive_rates(tiers: Tiers) -> tuple[float, float, float] | tuple[None, None, None]:
+    """Bytes a second read, written, and in all while both: of the slowest drive times their number, as state is striped evenly."""
+    by_drive: dict[str, tuple[str, int]] = {}
+    for directory, nbytes in tiers.nvme:
+        by_drive.setdefault(profile.drive(directory), (directory, nbytes))
+    found = [_drive_rate(Path(directory), nbytes, tiers.host) for directory, nbytes in by_drive.values()]
+    if not found:
+        return None, None, None
+    read, write, mixed = (min(rates) * len(found) * 1e9 for rates in zip(*found, strict=True))
+    return read, write, mixed
+
+
+def _drive_rate(directory: Path, nbytes: int, host: int) -> tuple[float, ...]:
+    saved = profile.load("swap", where=directory)
+    if saved is not None and "SwapFile" in saved.get("gb_per_second", {}):
+        return tuple(float(saved["gb_per_second"]["SwapFile"][op]) for op in measure.SWAP_OPS)
+    made = not directory.exists()
+    directory.mkdir(parents=True, exist_ok=True)
+    piece = max(MIB, min(measure.PIECE, host // HOST_SHARE // measure.PIECES_IN_FLIGHT // MIB * MIB))
+    size = max(piece, min(PROBE_BYTES, nbytes, shutil.disk_usage(directory).free // 2) // piece * piece)
+    try:
+        with tempfile.TemporaryDirectory(prefix="offload-probe-", dir=directory) as where:
+            rates = measure.swap_rates(Path(where), size, ROUNDS, buffers=measure.random_buffers(piece))
+    finally:
+        if made:
+            os.rmdir(directory)
+    return tuple(rates[op] for op in measure.SWAP_OPS)
+
+
+def _update_rate(tiers: Tiers, precision: Precision) -> float:
+    """Parameters a second of the run's own form of update."""
+    form = adam.form_of(precision)
+    for row in (profile.load("adam") or {}).get("rows", []):
+        if row.get("bytes_per_parameter") == form.bytes_per_parameter and row["form"].startswith("AdamW"):
+            return float(row["gb_per_second"]) * 1e9 / form.bytes_per_parameter
+    n = max(1 << 16, min(PARAMETERS, tiers.host // HOST_SHARE // adam.BYTES_A_PARAMETER))
+    return n / statistics.median(adam.step_seconds(form, n))
+
+
+def estimate(model_config: Any, config: RunConfig, in_chunks: bool, device: torch.device) -> Estimate:
+    """Measures compute, and what the machine's profile does not have."""
+    try:
+        return Estimate(model_compute(model_config, config, in_chunks, device), machine_rates(config.tiers_value(), config.precision_value(), device))
+    finally:
+        _core.trim()
