@@ -28,6 +28,7 @@ from offload.transfer.device import SimDevice
 
 X = torch.linspace(-1, 1, 64).view(4, 16)
 IDS = torch.arange(24).view(2, 12) * 101 % 701
+COMPACT = offload.Precision(master="split", moments="int8")
 CASES: dict[str, tuple[M.Make, M.Loss]] = {
     "stack": (lambda: M.Stack(2, False, depth=4, width=16, dropout=0.1), M.mean_square),
     "tied": (lambda: M.Language(701), lambda m: M.mean_square(m, IDS)),
@@ -94,7 +95,7 @@ def _run(
 def test_late_updates_change_nothing(tmp_path: Path, seed: int) -> None:
     case = list(CASES)[seed % len(CASES)]
     accumulate, clip, zero = (1, 4)[seed // 2 % 2], (None, 0.01)[seed // 3 % 2], (0, 0, 1, 2)[seed // 5 % 4]
-    precision = (M.FP32, M.BF16)[seed // 7 % 2]
+    precision = (M.FP32, M.BF16, COMPACT)[seed // 7 % 3]
     over: dict[str, Any] = {"place": PLACES[seed % 5], "activations": ("keep", "recompute")[seed // 4 % 2], "precision": precision}
     want = _run(case, tmp_path, 3, clip, accumulate, zero, precision=precision)
     device: Any = "cpu" if seed % 3 == 0 else SimDevice(seed=seed)
@@ -191,7 +192,7 @@ class Touching(RuleBasedStateMachine):
 
     @initialize(
         place=st.sampled_from(PLACES), device=st.one_of(st.just("cpu"), st.integers(0, 100)), lateness=st.one_of(st.none(), st.integers(0, 100)),
-        precision=st.sampled_from([M.FP32, M.BF16]),
+        precision=st.sampled_from([M.FP32, M.BF16, COMPACT]),
     )  # fmt: skip
     def start(self, place: dict[str, str] | None, device: str | int, lateness: int | None, precision: offload.Precision) -> None:
         self.stack = ExitStack()
