@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from offload import _core
 from offload.config import Precision, Tiers, refuse_later
-from offload.engine.build import discover
+from offload.engine.build import Found, discover
 from offload.engine.engine import Engine
 from offload.engine.registry import check_unprepared, engine_of
 from offload.engine.units import Units
@@ -18,6 +19,7 @@ from offload.memory.limits import host_limits, resident_bytes
 from offload.observe.base import base_bytes
 from offload.observe.runtime import Runtime
 from offload.planner.demand import Batch
+from offload.planner.layout import UnitSpec
 from offload.planner.placement import Capacities, Plan, human, plan_units
 from offload.transfer.device import CpuDevice, Device, SimDevice
 
@@ -61,6 +63,18 @@ def _batch(batch: tuple[int, int] | Batch | None) -> Batch | None:
     return batch if isinstance(batch, Batch) or batch is None else Batch(*batch)
 
 
+def _specs(found: Sequence[Found], precision: Precision) -> list[UnitSpec]:
+    """What the planner knows of the units; ConfigError where gradients would have the dtype that no GradScaler unscales."""
+    specs = [f.spec() for f in found]
+    narrow = next((p for s in specs for p in s.parameters if p.trained and p.dtype != "fp32"), None)
+    if precision.compute == "fp16" and narrow is not None:
+        raise ConfigError(
+            f"parameter {narrow.name} is {narrow.dtype}: fp16 compute wants fp32 parameters, as torch.amp.GradScaler does. "
+            'Call model.float() before prepare() (they are computed with in fp16 all the same), or choose Precision(compute="bf16")'
+        )
+    return specs
+
+
 def plan(
     model: nn.Module, tiers: Tiers, *, device: str | Device | None = None, precision: Precision | None = None, activations: str = "auto",
     units: Units = "auto", place: dict[str, str] | None = None, batch: tuple[int, int] | Batch | None = None, accumulate: int = 1,
@@ -70,8 +84,8 @@ def plan(
     `batch` is (sequences, tokens) of a micro-batch. Raises `PlanError` where the state does not fit: which tier, need, have, three ways out.
     """
     precision = precision or Precision()
-    refuse_later(precision=precision, activations=activations)
-    specs = [f.spec() for f in discover(model, units)]
+    refuse_later(activations=activations)
+    specs = _specs(discover(model, units), precision)
     return plan_units(
         specs,
         _capacities(tiers, _device_kind(device), sum(s.numel for s in specs)),
@@ -93,11 +107,12 @@ def prepare(
     Parameters keep their objects, names, shapes and dtypes and rest on the device `cpu`. A model on the meta device is initialised
     unit by unit by its own rules, seeded by `seed` and each parameter's name, unless weights are loaded first; so is the random rounding
     of moments kept in fewer bits. `place` fixes roles' tiers: {"parameter" | "gradient" | "optimizer": "device" | "host" | "nvme"}.
+    fp16 compute wants the trained parameters in fp32.
     `batch` is (sequences, tokens) of a micro-batch, so that activations are planned for. Raises `ConfigError`, `PlanError` before anything
     is allocated, `SwapError`.
     """
     precision = precision or Precision()
-    refuse_later(precision=precision, activations=activations, updates=updates, stage=stage)
+    refuse_later(activations=activations, updates=updates, stage=stage)
     if mesh is not None:
         raise ConfigError("mesh: several ranks are not available in this version; leave it out")
     check_unprepared(model)
@@ -106,7 +121,7 @@ def prepare(
         raise ConfigError(f"{type(model).__name__} has no parameters to prepare")
     target = make_device(device)
     try:
-        specs = [f.spec() for f in found]
+        specs = _specs(found, precision)
         made = plan or plan_units(
             specs,
             _capacities(tiers, target, sum(s.numel for s in specs)),
