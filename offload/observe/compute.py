@@ -47,13 +47,19 @@ def calls_of(modules: Sequence[tuple[nn.Module, bool]], forward: Callable[[], ob
     """The calls of `modules` (each with whether it is a repeated block) during `forward` of fake tensors, in order."""
     calls: list[Call] = []
 
-    def note(repeated: bool) -> Callable[..., None]:
-        return lambda module, args, kwargs: calls.append(Call(module, repeated, args, {k: v for k, v in kwargs.items() if k not in _TRACED_ONLY}))
+    def noted(module: nn.Module, repeated: bool) -> Callable[..., Any]:
+        run = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            calls.append(Call(module, repeated, args, {k: v for k, v in kwargs.items() if k not in _TRACED_ONLY}))
+            return run(*args, **kwargs)
+
+        return forward
 
     with ExitStack() as stack, torch.no_grad():
         for module, repeated in modules:
-            handle = module.register_forward_pre_hook(note(repeated), with_kwargs=True)
-            stack.callback(handle.remove)
+            module.__dict__["forward"] = noted(module, repeated)
+            stack.callback(module.__dict__.pop, "forward")
         forward()
     return calls
 
