@@ -90,19 +90,18 @@ def unit_seconds(call: Call, dtype: torch.dtype, device: torch.device, until: fl
     return statistics.median(f for f, _ in kept), statistics.median(b for _, b in kept)
 
 
-def compute_seconds(calls: Sequence[Call], dtype: torch.dtype, device: torch.device, seconds: float = 5.0) -> Compute:
-    """Seconds of one forward and backward of all calls; measuring takes about `seconds` at the most."""
-    same: dict[Any, list[Call]] = {}
-    for call in calls:
-        same.setdefault(call.kind, []).append(call)
-    forward = backward = again = 0.0
+def compute_seconds(calls: Sequence[Call], dtype: torch.dtype, device: torch.device, seconds: float = 5.0) -> list[Compute]:
+    """Seconds of one forward and backward of each call; measuring takes about `seconds` at the most."""
+    kinds = [call.kind for call in calls]
+    found: dict[Any, Compute] = {}
     end = time.monotonic() + seconds
-    for left, alike in zip(range(len(same), 0, -1), same.values(), strict=True):
-        until = time.monotonic() + max(0.0, end - time.monotonic()) / left
-        f, b = unit_seconds(alike[0], dtype, device, until)
-        forward, backward = forward + len(alike) * f, backward + len(alike) * b
-        again += len(alike) * f if alike[0].repeated else 0.0
-    return Compute(forward, backward, again)
+    count = len({repr(kind) for kind in kinds})
+    for call, kind in zip(calls, kinds, strict=True):
+        if kind not in found:
+            until = time.monotonic() + max(0.0, end - time.monotonic()) / max(1, count - len(found))
+            f, b = unit_seconds(call, dtype, device, until)
+            found[kind] = Compute(f, b, f if call.repeated else 0.0)
+    return [found[kind] for kind in kinds]
 
 
 def timed(call: Callable[[], object], device: torch.device, rounds: int = ROUNDS) -> float:

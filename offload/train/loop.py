@@ -101,6 +101,7 @@ class Trainer:
             seed=config.train.seed,
         )
         self._runtime: Any = offload.runtime(self._model)
+        self._predicted = self._prediction()
         closing.callback(self._runtime.close)
         if config.model.path is not None:
             offload.load_pretrained(self._model, config.model.path)
@@ -123,6 +124,14 @@ class Trainer:
         except Exception as error:  # of any kind: what a model's code does with one block alone is its own
             self._reporter.note(f"the bound of a step is not known: {type(error).__name__}: {error}")
             return None
+
+    def _prediction(self) -> float | None:
+        """Seconds that a step will take by the plan's schedule."""
+        if self._estimate is None:
+            return None
+        seconds = self._estimate.predicted(self._runtime.plan, direct=self._device == "cpu", accumulate=self._config.data.accumulate)
+        self._reporter.note(f"a step is expected to take {seconds:.2f} s")
+        return seconds
 
     def run(self, stopped: Callable[[], bool]) -> dict[str, Any]:
         """Trains until the last step or until `stopped()`; returns the summary, which is written too."""
@@ -245,7 +254,7 @@ class Trainer:
             "tokens_per_second": tokens / sum(seconds) if seconds else None,
             "interrupted": interrupted,
             "digest": digest,
-            "predicted_step_seconds": None,
+            "predicted_step_seconds": self._predicted,
             **self._bound(counters["moved_bytes"]),
             **counters,
             "version": offload.__version__,
@@ -258,7 +267,7 @@ class Trainer:
             return dict.fromkeys(("bound_step_seconds", "limiting_link"))
         plan = self._runtime.plan
         links = {link: moved[link] // len(self._records) for link in ("nvme_read", "nvme_write", "h2d", "d2h")}
-        return self._estimate.figures(
+        return self._estimate.bound(
             Traffic(**links, updated=plan.trained), recompute=plan.activations == "recompute", accumulate=self._config.data.accumulate
         )
 
