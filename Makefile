@@ -1,5 +1,6 @@
 # make demo    fine-tunes SmolLM2-135M through three tiers (makes .venv, builds, prepares inputs; later runs start at once)
 # make test    C++ tests, ruff, mypy, clang-format, pytest
+# make test-neon   the C++ tests for AArch64, emulated (Debian: apt-get install g++-aarch64-linux-gnu qemu-user)
 # make lint, make format, make sanitize, make builds, make bench, make clean
 #
 # PYTHON=python3.12 chooses the interpreter, PIP_ARGS="--extra-index-url ..." another source of packages, JOBS the compilers at once.
@@ -13,7 +14,7 @@ CXX_FILES := $(shell find cpp -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 CXX_BUILD := CMakeLists.txt $(shell find cpp -name '*.cmake' -o -name CMakeLists.txt)
 CMAKE := $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DOFFLOAD_PYTHON=OFF -DOFFLOAD_TESTS=ON
 
-.PHONY: demo test test-cxx lint builds format sanitize bench install clean
+.PHONY: demo test test-cxx test-neon lint builds format sanitize bench install clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.made:
@@ -52,6 +53,14 @@ test-cxx: $(VENV)/.installed
 	$(CMAKE) -B build/tests
 	$(BIN)/cmake --build build/tests -j $(JOBS)
 	$(BIN)/ctest --test-dir build/tests --output-on-failure
+
+test-neon: $(VENV)/.tools
+	@for tool in aarch64-linux-gnu-g++ qemu-aarch64; do \
+	  command -v $$tool >/dev/null || { echo "SKIPPED: test-neon needs $$tool (Debian: apt-get install g++-aarch64-linux-gnu qemu-user)"; exit 0; }; \
+	done; \
+	$(CMAKE) -B build/neon -DOFFLOAD_WITH_URING=OFF -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ '-DCMAKE_CROSSCOMPILING_EMULATOR=qemu-aarch64;-L;/usr/aarch64-linux-gnu' \
+	&& $(BIN)/cmake --build build/neon -j $(JOBS) && $(BIN)/ctest --test-dir build/neon --output-on-failure
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -10,7 +10,7 @@ from torch import nn
 
 from offload import _core
 from offload.config import Precision, Tiers, refuse_later
-from offload.engine.build import discover
+from offload.engine.build import Found, discover
 from offload.engine.engine import Engine
 from offload.engine.registry import check_unprepared, engine_of
 from offload.engine.units import Units
@@ -65,6 +65,18 @@ def _batch(batch: tuple[int, int] | Batch | None) -> Batch | None:
     return batch if isinstance(batch, Batch) or batch is None else Batch(*batch)
 
 
+def _specs(found: Sequence[Found], precision: Precision) -> list[UnitSpec]:
+    """What the planner knows of the units; ConfigError where gradients would have the dtype that no GradScaler unscales."""
+    specs = [f.spec() for f in found]
+    narrow = next((p for s in specs for p in s.parameters if p.trained and p.dtype != "fp32"), None)
+    if precision.compute == "fp16" and narrow is not None:
+        raise ConfigError(
+            f"parameter {narrow.name} is {narrow.dtype}: fp16 compute wants fp32 parameters, as torch.amp.GradScaler does. "
+            'Call model.float() before prepare() (they are computed with in fp16 all the same), or choose Precision(compute="bf16")'
+        )
+    return specs
+
+
 def plan(
     model: nn.Module, tiers: Tiers, *, device: str | Device | None = None, precision: Precision | None = None, activations: str = "auto",
     units: Units = "auto", place: dict[str, str] | None = None, batch: tuple[int, int] | Batch | None = None, accumulate: int = 1,
@@ -74,8 +86,7 @@ def plan(
     `batch` is (sequences, tokens) of a micro-batch. Raises `PlanError` where the state does not fit: which tier, need, have, three ways out.
     """
     precision = precision or Precision()
-    refuse_later(precision=precision)
-    specs = [f.spec() for f in discover(model, units)]
+    specs = _specs(discover(model, units), precision)
     return plan_units(
         specs,
         _capacities(tiers, _device_kind(device), specs, _batch(batch), precision.compute),
@@ -97,11 +108,12 @@ def prepare(
     Parameters keep their objects, names, shapes and dtypes and rest on the device `cpu`. A model on the meta device is initialised
     unit by unit by its own rules, seeded by `seed` and each parameter's name, unless weights are loaded first; so is the random rounding
     of moments kept in fewer bits. `place` fixes roles' tiers: {"parameter" | "gradient" | "optimizer": "device" | "host" | "nvme"}.
+    fp16 compute wants the trained parameters in fp32.
     `batch` is (sequences, tokens) of a micro-batch, so that activations are planned for. Raises `ConfigError`, `PlanError` before anything
     is allocated, `SwapError`.
     """
     precision = precision or Precision()
-    refuse_later(precision=precision, updates=updates, stage=stage)
+    refuse_later(updates=updates, stage=stage)
     if mesh is not None:
         raise ConfigError("mesh: several ranks are not available in this version; leave it out")
     check_unprepared(model)
@@ -110,7 +122,7 @@ def prepare(
         raise ConfigError(f"{type(model).__name__} has no parameters to prepare")
     target = make_device(device)
     try:
-        specs = [f.spec() for f in found]
+        specs = _specs(found, precision)
         made = plan or plan_units(
             specs,
             _capacities(tiers, target, specs, _batch(batch), precision.compute),

@@ -136,6 +136,8 @@ class Precision:
     With fp32 compute the parameter is its own master. `master="split"` keeps the lower half of the fp32 master alone: its upper half is the bf16
     parameter, rounded to nearest with ties away from zero. `moments`: fp32, or rounded at random to bf16, or to int8 with two fp32 scales for each
     256 elements. State in bytes an element beside parameter and gradient: 12, 8 or 6 1/32; split 10, 6 or 4 1/32; fp32 compute 8, 4 or 2 1/32.
+    fp16, whose range is small, wants its loss scaled: `offload train` does so by itself, a loop of one's own has `torch.amp.GradScaler`; fp16
+    compute wants trained parameters in fp32.
     Raises `ConfigError` for unknown values, and for a split master without bf16 compute.
     """
 
@@ -164,12 +166,9 @@ def check_place(place: Mapping[str, str] | None) -> dict[str, str]:
     return dict(place or {})
 
 
-def refuse_later(*, precision: Precision | None = None, updates: str = "forward", stage: int = 3) -> None:
+def refuse_later(*, updates: str = "forward", stage: int = 3) -> None:
     """Raises `ConfigError` for a value that the schema knows and this version cannot do."""
-    p = precision or Precision()
     refused = {
-        "precision.compute": (p.compute, p.compute == "fp16", "give 'bf16' or 'fp32'"),
-        "precision.grad": (p.grad, p.grad == "fp16", "give 'bf16' or 'fp32'"),
         "train.updates": (updates, updates != "forward", "give 'forward'"),
         "train.stage": (stage, stage != 3, "stages need several ranks; leave it out"),
     }
@@ -335,7 +334,8 @@ class RunConfig(_Table):
                 raise ConfigError("[checkpoint] is not available in this version: leave the table out")
             if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
                 raise ConfigError("several ranks are not available in this version: start one process")
-            refuse_later(precision=self.precision_value(), updates=self.train.updates, stage=self.train.stage)
+            self.precision_value()
+            refuse_later(updates=self.train.updates, stage=self.train.stage)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 

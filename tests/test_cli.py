@@ -85,7 +85,6 @@ def test_usage_errors(refused, argv: list[str]) -> None:  # type: ignore[no-unty
         ("model.config.hiden_size=3", "nearest: hidden_size"),
         ("data.source=texts/*.py", "tokenizer"),
         ("checkpoint.every=2", "not available in this version"),
-        ("precision.compute=fp16", "not available in this version"),
         ("tiers.nvme=[['/proc/swap', '1GiB']]", "/proc/swap"),
         ("tiers.nvme=[['run.toml/swap', '1GiB']]", "run.toml/swap"),
     ],

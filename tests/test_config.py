@@ -146,9 +146,8 @@ def test_refusals_name_the_key(run: Path, override: str, says: str) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["checkpoint.every=20", "precision.compute=fp16", "precision.grad=fp16", "train.stage=1",
-     "train.updates=backward"],
-)  # fmt: skip
+    ["checkpoint.every=20", "train.stage=1", "train.updates=backward"],
+)
 def test_what_comes_later_is_refused_and_not_ignored(run: Path, override: str) -> None:
     assert "not available in this version" in refusal(run, override)
 
@@ -159,10 +158,9 @@ def test_several_ranks_come_later(run: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_prepare_refuses_the_same_values() -> None:
-    refuse_later(precision=Precision())
-    refuse_later(precision=Precision(master="split", moments="int8"))
-    with pytest.raises(ConfigError, match="fp16"):
-        refuse_later(precision=Precision(compute="fp16"))
+    refuse_later(updates="forward")
+    with pytest.raises(ConfigError, match="stage"):
+        refuse_later(stage=1)
 
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])

@@ -30,7 +30,7 @@ def distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
 
 # 2 tokens; one chunk exactly; a chunk and a token; several groups with a ragged end; wider than the tokens are many
 @pytest.mark.parametrize(("rows", "length", "width"), [(1, 2, 8), (1, loss.CHUNK + 1, 16), (1, loss.CHUNK + 2, 16), (3, 301, 300), (1, 40, 512)])
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 5e-3)])
 def test_equal_to_the_whole_loss(dtype: torch.dtype, close: float, rows: int, length: int, width: int) -> None:
     hidden, weight, ids = inputs(dtype, rows, length, width, 257)
     value = loss.chunked_causal_loss(hidden, weight, ids)
@@ -50,6 +50,18 @@ def test_the_scale_is_applied_once_and_upstream_gradients_are() -> None:
     hidden.grad = weight.grad = None
     (0.5 * whole(hidden, weight, ids)).backward()
     assert distance(got[0], hidden.grad) < 1e-5 and distance(got[1], weight.grad) < 1e-5
+
+
+def test_a_loss_scale_enters_before_gradients_are_narrowed() -> None:
+    """Gradients of logits of 1/60 of what fp16 can hold: without a scale they vanish, with one they are right."""
+    hidden, weight, ids = inputs(torch.float16, 1, 300, 32, 99)
+    whole(hidden.float(), weight.float(), ids).backward()
+    expected = hidden.grad
+    for scale, close in ((1e-9, False), (1e-9 * 2.0**24, True)):
+        hidden.grad = None
+        loss.chunked_causal_loss(hidden, weight, ids, scale).backward()
+        assert hidden.grad is not None and expected is not None
+        assert (distance(hidden.grad.float() / scale, expected.float()) < 5e-3) is close
 
 
 @pytest.mark.parametrize("frozen", [0, 1])

@@ -263,6 +263,41 @@ def test_inactive_jobs_move_nothing(tmp_path: Path) -> None:
     chunk.check()
 
 
+def test_prepared_batches_read_ahead_and_wait(tmp_path: Path) -> None:
+    """Prepared jobs read all but late reads; begun they give the bits of submitted ones; cancelled they change nothing."""
+    rig = Rig(tmp_path / "a", 2, 6)
+    chunks = [Chunk([1000], Layout(frozenset(ARRAYS)), i, i * RECORD_BYTES) for i in range(6)]
+    jobs = []
+    for chunk in chunks:
+        chunk.save(rig.file)
+        moves = {name: (rig.file, chunk.offset + chunk.starts[name], chunk.starts[name], chunk.arrays[name].nbytes) for name in ARRAYS}
+        segment = (0, 1000, *((1, chunk.starts[name]) for name in ARRAYS))
+        early = [move for name, move in moves.items() if name != "grad"]
+        jobs.append(rig.pipeline.add_job(early, [segment], early, 1, 1, late_reads=[moves["grad"]]))
+    for step in (1, 2):
+        rig.pipeline.cancel(rig.pipeline.prepare(jobs))
+        batch = rig.pipeline.prepare(jobs)
+        with pytest.raises(ValueError, match="begin or cancel it first"):
+            rig.pipeline.submit(jobs, hyper(step))
+        assert not any(batch.reached(i) for i in range(len(jobs)))
+        for chunk in chunks:
+            chunk.arrays["grad"].fill_(step)
+            chunk.twins["grad"].fill_(step)
+            rig.file.write(chunk.offset + chunk.starts["grad"], chunk.arrays["grad"].data_ptr(), chunk.arrays["grad"].nbytes).wait()
+            chunk.update_twin(hyper(step))
+        rig.pipeline.begin(batch, hyper(step))
+        batch.wait()
+        assert batch.done and not batch.failed and batch.reached(5, True)
+        with pytest.raises(ValueError, match="not the prepared one"):
+            rig.pipeline.begin(batch, hyper(step))
+    for chunk in chunks:
+        chunk.fetch(rig.file)
+        chunk.check()
+    left = rig.pipeline.prepare(jobs)
+    rig.pipeline = None  # ends it
+    assert left.done
+
+
 @pytest.mark.parametrize(("fault", "code"), [("read_errno", errno.EIO), ("write_errno", errno.ENOSPC)])
 @pytest.mark.parametrize("frames", [1, 3])
 def test_an_error_stops_the_stream(tmp_path: Path, fault: str, code: int, frames: int) -> None:

@@ -68,6 +68,15 @@ def test_hyperthreads_count_once(tmp_path: pathlib.Path) -> None:
     assert _core.physical_cores(set(), str(tmp_path)) == 1
 
 
+def test_clusters_number_their_cores_alike(tmp_path: pathlib.Path) -> None:
+    for cpu in range(8):
+        topology = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        write(topology / "core_id", f"{cpu % 4}\n")
+        write(topology / "cluster_id", f"{cpu // 4}\n")
+        write(topology / "physical_package_id", "0\n")
+    assert _core.physical_cores(set(range(8)), str(tmp_path)) == 8
+
+
 def test_cgroup_quotas(tmp_path: pathlib.Path) -> None:
     cgroup = tmp_path / "proc/self/cgroup"
     root = tmp_path / "sys/fs/cgroup"

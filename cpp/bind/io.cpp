@@ -304,9 +304,14 @@ Segment segment_of(const LongSegmentTuple& tuple) {
 
 size_t add_job(Pipeline& pipeline, const std::vector<MoveTuple>& reads,
                const std::vector<std::variant<SegmentTuple, LongSegmentTuple>>& segments,
-               const std::vector<MoveTuple>& writes, int grad_dtype, int out_dtype, int rule, int master, int moments) {
+               const std::vector<MoveTuple>& writes, int grad_dtype, int out_dtype, int rule, int master, int moments,
+               const std::vector<MoveTuple>& late_reads) {
   Job job;
   job.reads = moves_of(reads);
+  for (Move& move : moves_of(late_reads)) {
+    move.late = true;
+    job.reads.push_back(std::move(move));
+  }
   job.writes = moves_of(writes);
   job.segments.reserve(segments.size());
   for (const auto& tuple : segments) {
@@ -321,16 +326,27 @@ size_t add_job(Pipeline& pipeline, const std::vector<MoveTuple>& reads,
   return pipeline.add_job(std::move(job));
 }
 
-std::shared_ptr<Batch> submit(Pipeline& pipeline, const std::vector<size_t>& jobs, const py::buffer& hyper,
-                              bool refresh) {
+std::vector<Hyper> hypers_of(const py::buffer& hyper) {
   const py::buffer_info info = hyper.request();
   if (info.itemsize != sizeof(Hyper) || info.ndim != 1 || (info.size > 1 && info.strides[0] != sizeof(Hyper))) {
     throw std::invalid_argument("hyper must be a contiguous 1-D array of 64-byte records (offload.ops.HYPER)");
   }
   std::vector<Hyper> copied(static_cast<size_t>(info.size));
   if (info.size != 0) std::memcpy(copied.data(), info.ptr, copied.size() * sizeof(Hyper));
+  return copied;
+}
+
+std::shared_ptr<Batch> submit(Pipeline& pipeline, const std::vector<size_t>& jobs, const py::buffer& hyper,
+                              bool refresh) {
+  auto hypers = hypers_of(hyper);
   const py::gil_scoped_release release;
-  return pipeline.submit(jobs, std::move(copied), refresh);
+  return pipeline.submit(jobs, std::move(hypers), refresh);
+}
+
+void begin(Pipeline& pipeline, const std::shared_ptr<Batch>& batch, const py::buffer& hyper, bool refresh) {
+  auto hypers = hypers_of(hyper);
+  const py::gil_scoped_release release;
+  pipeline.begin(batch, std::move(hypers), refresh);
 }
 
 py::dict stats_of(const Batch& batch) {
@@ -355,8 +371,11 @@ void bind_pipeline(py::module_& m) {
             wait_until([&](auto limit) { return b.wait_job_for(index, written, limit); });
           },
           py::arg("index"), py::arg("written") = false,
-          "Returns when the index-th job is updated (or written too); raises SwapError if it cannot be.")
+          "Returns when the index-th job is updated (or written too); raises its own SwapError if it cannot be.")
+      .def("reached", &Batch::reached, py::arg("index"), py::arg("written") = false,
+           "Whether wait_job would return, or raise, at once.")
       .def_property_readonly("done", &Batch::done)
+      .def_property_readonly("failed", &Batch::failed, "Whether any job has failed by now.")
       .def("__len__", &Batch::size)
       .def("stats", &stats_of, "Seconds read_wait, write_wait, compute; bytes_read, bytes_written.");
 
@@ -371,8 +390,15 @@ void bind_pipeline(py::module_& m) {
            py::arg("frames"), py::arg("frame_bytes"), py::arg("threads") = 0, py::arg("group") = 0,
            py::arg("keep") = py::none())
       .def("add_job", &add_job, py::arg("reads"), py::arg("segments"), py::arg("writes"), py::arg("grad_dtype"),
-           py::arg("out_dtype"), py::arg("rule") = 0, py::arg("master") = 0, py::arg("moments") = 0)
-      .def("submit", &submit, py::arg("jobs"), py::arg("hyper"), py::arg("refresh") = false);
+           py::arg("out_dtype"), py::arg("rule") = 0, py::arg("master") = 0, py::arg("moments") = 0,
+           py::arg("late_reads") = std::vector<MoveTuple>())
+      .def("submit", &submit, py::arg("jobs"), py::arg("hyper"), py::arg("refresh") = false)
+      .def("prepare", &Pipeline::prepare, py::arg("jobs"), py::call_guard<py::gil_scoped_release>(),
+           "A batch that reads ahead, as far as frames are free, all but `late_reads`; nothing is updated until "
+           "begin().")
+      .def("begin", &begin, py::arg("batch"), py::arg("hyper"), py::arg("refresh") = false)
+      .def("cancel", &Pipeline::cancel, py::arg("batch"), py::call_guard<py::gil_scoped_release>(),
+           "The prepared batch changes nothing; its wait() returns when it reads no more.");
 }
 
 void translate(std::exception_ptr raised) {

@@ -5,24 +5,9 @@
 
 namespace offload {
 
-Batch::Batch(std::vector<std::shared_ptr<const Job>> jobs, std::vector<Hyper> hypers, bool refresh)
-    : jobs_(std::move(jobs)),
-      hypers_(std::move(hypers)),
-      refresh_(refresh),
-      states_(jobs_.size(), State::kPending),
-      unfinished_(jobs_.size()) {
+Batch::Batch(std::vector<std::shared_ptr<const Job>> jobs)
+    : jobs_(std::move(jobs)), states_(jobs_.size(), State::kPending), unfinished_(jobs_.size()) {
   for (const auto& job : jobs_) {
-    for (const Segment& segment : job->segments) {
-      if (segment.hyper >= hypers_.size()) {
-        throw std::invalid_argument("a job asks for hyper-parameters " + std::to_string(segment.hyper) + " of " +
-                                    std::to_string(hypers_.size()));
-      }
-      const Hyper& hyper = hypers_[segment.hyper];
-      if (hyper.active && hyper.rule != static_cast<int>(job->rule)) {
-        throw std::invalid_argument("a job of rule " + std::to_string(static_cast<int>(job->rule)) +
-                                    " is given hyper-parameters of rule " + std::to_string(hyper.rule));
-      }
-    }
     for (const auto* moves : {&job->reads, &job->writes}) {
       for (const Move& move : *moves) {
         if (std::find(engines_.begin(), engines_.end(), move.channel.engine) == engines_.end()) {
@@ -33,8 +18,25 @@ Batch::Batch(std::vector<std::shared_ptr<const Job>> jobs, std::vector<Hyper> hy
   }
 }
 
+void Batch::check(const std::vector<Hyper>& hypers) const {
+  for (const auto& job : jobs_) {
+    for (const Segment& segment : job->segments) {
+      if (segment.hyper >= hypers.size()) {
+        throw std::invalid_argument("a job asks for hyper-parameters " + std::to_string(segment.hyper) + " of " +
+                                    std::to_string(hypers.size()));
+      }
+      const Hyper& hyper = hypers[segment.hyper];
+      if (hyper.active && hyper.rule != static_cast<int>(job->rule)) {
+        throw std::invalid_argument("a job of rule " + std::to_string(static_cast<int>(job->rule)) +
+                                    " is given hyper-parameters of rule " + std::to_string(hyper.rule));
+      }
+    }
+  }
+}
+
 bool Batch::idle(size_t index) const {
   const Job& job = *jobs_[index];
+  if (cancelled_) return true;
   if (refresh_ || job.segments.empty()) return false;
   return std::all_of(job.segments.begin(), job.segments.end(),
                      [this](const Segment& s) { return s.n == 0 || hypers_[s.hyper].active == 0; });
@@ -47,18 +49,25 @@ void Batch::set(size_t index, State state) {
   changed_.notify_all();
 }
 
-void Batch::fail(const io::IoError& error) {
+void Batch::fail(size_t index, const io::IoError& error) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!error_) error_ = error;
+  errors_.emplace(index, error);
 }
 
-bool Batch::reached(size_t index, bool written) const {
+bool Batch::over(size_t index, bool written) const {
   const State state = states_[index];
   return state == State::kWritten || state == State::kFailed || (state == State::kUpdated && !written);
 }
 
-void Batch::raise() const {
-  if (error_) throw io::IoError(*error_);
+bool Batch::reached(size_t index, bool written) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_index(index);
+  return over(index, written);
+}
+
+void Batch::check_index(size_t index) const {
+  if (index >= states_.size()) throw std::out_of_range("no such job in the batch");
 }
 
 void Batch::wait() {
@@ -70,7 +79,7 @@ bool Batch::wait_for(std::chrono::milliseconds limit) {
   {
     std::unique_lock<std::mutex> lock(mutex_);
     if (changed_.wait_for(lock, limit, [this] { return unfinished_ == 0; })) {
-      raise();
+      if (error_) throw io::IoError(*error_);
       return true;
     }
   }
@@ -86,9 +95,9 @@ void Batch::wait_job(size_t index, bool written) {
 bool Batch::wait_job_for(size_t index, bool written, std::chrono::milliseconds limit) {
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (index >= states_.size()) throw std::out_of_range("no such job in the batch");
-    if (changed_.wait_for(lock, limit, [&] { return reached(index, written); })) {
-      if (states_[index] == State::kFailed) raise();
+    check_index(index);
+    if (changed_.wait_for(lock, limit, [&] { return over(index, written); })) {
+      if (states_[index] == State::kFailed) throw io::IoError(errors_.at(index));
       return true;
     }
   }
@@ -109,6 +118,11 @@ std::chrono::milliseconds Batch::patience() const {
 bool Batch::done() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return unfinished_ == 0;
+}
+
+bool Batch::failed() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return error_.has_value();
 }
 
 BatchStats Batch::stats() const {

@@ -1,10 +1,11 @@
-// Jobs that were submitted together: what became of each, and where the time went.
+// Jobs that run together: what became of each, and where the time went.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -28,10 +29,11 @@ class Batch {
   // kUpdated: the arrays in memory are final. kWritten: its bytes are in the files too.
   enum class State { kPending, kUpdated, kWritten, kFailed };
 
-  Batch(std::vector<std::shared_ptr<const Job>> jobs, std::vector<Hyper> hypers, bool refresh);
+  explicit Batch(std::vector<std::shared_ptr<const Job>> jobs);
 
-  // Each throws the batch's first error, as io::IoError, if what it waits for did not happen, or one that says what is
-  // pending when a device is stuck: the batch is then still under way and can be waited for again.
+  // Each throws io::IoError if what it waits for did not happen: a job's own error, else the one that ended the stream;
+  // or one that says what is pending when a device is stuck: the batch is then still under way and can be waited for
+  // again.
   void wait();
   void wait_job(size_t index, bool written);
   // As above, giving up after `limit`: false when not yet there.
@@ -39,30 +41,38 @@ class Batch {
   bool wait_job_for(size_t index, bool written, std::chrono::milliseconds limit);
 
   bool done() const;
+  bool failed() const;  // of any job
+  // Whether wait_job() would return, or throw, at once.
+  bool reached(size_t index, bool written) const;
   size_t size() const { return jobs_.size(); }
   BatchStats stats() const;
 
  private:
   friend class Pipeline;
 
-  bool idle(size_t index) const;  // nothing to do for the job: see Pipeline::submit
+  void check(const std::vector<Hyper>& hypers) const;  // throws std::invalid_argument where they do not suit the jobs
+  bool idle(size_t index) const;                       // nothing to do for the job: see Pipeline::submit
   void set(size_t index, State state);
-  void fail(const io::IoError& error);
-  bool reached(size_t index, bool written) const;
-  void raise() const;
+  void fail(size_t index, const io::IoError& error);
+  bool over(size_t index, bool written) const;
+  void check_index(size_t index) const;
   void check_stuck() const;
   std::chrono::milliseconds patience() const;
 
   const std::vector<std::shared_ptr<const Job>> jobs_;
-  const std::vector<Hyper> hypers_;
-  const bool refresh_;
+  // Under the pipeline's mutex until begun, constant from then on.
+  std::vector<Hyper> hypers_;
+  bool refresh_ = false;
+  bool begun_ = false;
+  bool cancelled_ = false;
   std::vector<std::shared_ptr<io::Engine>> engines_;  // each once
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<State> states_;
   size_t unfinished_;
-  std::optional<io::IoError> error_;
+  std::optional<io::IoError> error_;      // the first
+  std::map<size_t, io::IoError> errors_;  // each failed job's first
   BatchStats stats_;
 };
 

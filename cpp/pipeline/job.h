@@ -9,12 +9,13 @@
 
 namespace offload {
 
-// Bytes of a file and where they are in the job's frame.
+// Bytes of a file and where they are in the job's frame. A read that is `late` waits until its batch has begun.
 struct Move {
   io::Channel channel;
   uint64_t file_offset;
   uint64_t frame_offset;
   uint64_t nbytes;
+  bool late = false;
 };
 
 enum class Base : int { kAbsent = -1, kAddress = 0, kFrame = 1 };

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
@@ -58,6 +59,10 @@ Pipeline::~Pipeline() {
 bool Pipeline::finish() {
   Lock lock(signal_->mutex);
   closing_ = true;
+  if (prepared_) {
+    prepared_->cancelled_ = true;
+    set_off();
+  }
   signal_->changed.notify_all();
   while (!signal_->changed.wait_for(lock, kPatience, [this] { return ended_; })) {
     try {
@@ -83,22 +88,63 @@ size_t Pipeline::add_job(Job job) {
 }
 
 std::shared_ptr<Batch> Pipeline::submit(const std::vector<size_t>& jobs, std::vector<Hyper> hypers, bool refresh) {
-  if (foreign()) throw std::runtime_error("a pipeline cannot be used in a forked child; make one there");
   const Lock lock(signal_->mutex);
+  auto batch = make(jobs);
+  batch->check(hypers);
+  batch->hypers_ = std::move(hypers);
+  batch->refresh_ = refresh;
+  batch->begun_ = true;
+  queue(batch);
+  return batch;
+}
+
+std::shared_ptr<Batch> Pipeline::prepare(const std::vector<size_t>& jobs) {
+  const Lock lock(signal_->mutex);
+  prepared_ = make(jobs);
+  queue(prepared_);
+  return prepared_;
+}
+
+void Pipeline::begin(const std::shared_ptr<Batch>& batch, std::vector<Hyper> hypers, bool refresh) {
+  const Lock lock(signal_->mutex);
+  check_prepared(batch);
+  batch->check(hypers);
+  batch->hypers_ = std::move(hypers);
+  batch->refresh_ = refresh;
+  set_off();
+}
+
+void Pipeline::cancel(const std::shared_ptr<Batch>& batch) {
+  const Lock lock(signal_->mutex);
+  check_prepared(batch);
+  batch->cancelled_ = true;
+  set_off();
+}
+
+void Pipeline::check_prepared(const std::shared_ptr<Batch>& batch) const {
+  if (!batch || batch != prepared_) throw std::invalid_argument("pipeline: this batch is not the prepared one");
+}
+
+std::shared_ptr<Batch> Pipeline::make(const std::vector<size_t>& jobs) const {
+  if (foreign()) throw std::runtime_error("a pipeline cannot be used in a forked child; make one there");
+  if (prepared_) throw std::invalid_argument("pipeline: a batch is prepared; begin or cancel it first");
   std::vector<std::shared_ptr<const Job>> chosen;
   chosen.reserve(jobs.size());
   for (const size_t job : jobs) {
     if (job >= jobs_.size()) throw std::invalid_argument("pipeline: no job " + std::to_string(job));
     chosen.push_back(jobs_[job]);
   }
-  auto batch = std::make_shared<Batch>(std::move(chosen), std::move(hypers), refresh);
+  return std::make_shared<Batch>(std::move(chosen));
+}
+
+void Pipeline::queue(const std::shared_ptr<Batch>& batch) {
   for (size_t i = 0; i < batch->size(); ++i) {
     auto run = std::make_shared<Run>();
     run->batch = batch;
     run->index = i;
     run->job = batch->jobs_[i].get();
     run->order = order_++;
-    run->idle = batch->idle(i);
+    run->idle = batch->begun_ && batch->idle(i);
     if (run->job->needs_frame() && !run->idle) {
       unread_.push_back(run);
       framed_.push_back(std::move(run));
@@ -107,13 +153,28 @@ std::shared_ptr<Batch> Pipeline::submit(const std::vector<size_t>& jobs, std::ve
     }
   }
   signal_->changed.notify_all();
-  return batch;
+}
+
+// The prepared batch begins. Idle jobs that have no frame yet will take none.
+void Pipeline::set_off() {
+  const auto batch = std::move(prepared_);
+  prepared_.reset();
+  batch->begun_ = true;
+  const auto of_batch = [&batch](const RunPtr& run) { return run->batch == batch; };
+  const auto leaves = [&](const RunPtr& run) { return of_batch(run) && run->idle && run->stage == Stage::kWaiting; };
+  for (const auto* runs : {&framed_, &frameless_}) {
+    for (const RunPtr& run : *runs) run->idle = of_batch(run) ? batch->idle(run->index) : run->idle;
+  }
+  std::copy_if(framed_.begin(), framed_.end(), std::back_inserter(frameless_), leaves);
+  for (auto* runs : {&unread_, &framed_}) runs->erase(std::remove_if(runs->begin(), runs->end(), leaves), runs->end());
+  signal_->changed.notify_all();
 }
 
 void Pipeline::conduct() {
   Lock lock(signal_->mutex);
   while (true) {
     bool worked = broken_ ? abandon_all() : admit(lock);
+    worked = resume(lock) || worked;
     worked = flush(lock) || worked;
     worked = step(lock) || worked;
     if (worked) continue;
@@ -134,11 +195,42 @@ bool Pipeline::admit(Lock& lock) {
     unread_.pop_front();
     run->frame = free_frames_.back();
     free_frames_.pop_back();
-    run->stage = Stage::kReading;
-    start(lock, run, run->job->reads, false);
+    read(lock, run, run->batch->begun_);
     worked = true;
   }
   return worked;
+}
+
+// Reads what is late of jobs that have all else, once their batch has begun.
+bool Pipeline::resume(Lock& lock) {
+  bool worked = false;
+  while (!broken_) {
+    const auto primed = std::find_if(framed_.begin(), framed_.end(), [](const RunPtr& run) {
+      return run->stage == Stage::kPrimed && run->batch->begun_;
+    });
+    if (primed == framed_.end()) break;
+    const RunPtr run = *primed;
+    if (run->idle) {
+      run->stage = Stage::kReady;
+    } else {
+      read(lock, run, true);
+    }
+    worked = true;
+  }
+  return worked;
+}
+
+// Reads what the job has not read yet, `late` what is late too.
+void Pipeline::read(Lock& lock, const RunPtr& run, bool late) {
+  std::vector<Move> moves;
+  bool all = true;
+  for (const Move& move : run->job->reads) {
+    if (move.late && !late) all = false;
+    if (move.late ? late : run->stage == Stage::kWaiting) moves.push_back(move);
+  }
+  run->stage = Stage::kReading;
+  run->complete = all;
+  start(lock, run, moves, false);
 }
 
 // Whether bytes of the job are still to be written by an earlier one.
@@ -169,8 +261,10 @@ bool Pipeline::flush(Lock& lock) {
 }
 
 Pipeline::RunPtr Pipeline::choose() const {
-  const RunPtr framed = framed_.empty() ? nullptr : framed_.front();
-  const RunPtr frameless = frameless_.empty() ? nullptr : frameless_.front();
+  const auto first = [](const std::deque<RunPtr>& runs) {
+    return runs.empty() || !runs.front()->batch->begun_ ? nullptr : runs.front();
+  };
+  const RunPtr framed = first(framed_), frameless = first(frameless_);
   const bool ready = framed && framed->stage == Stage::kReady;
   if (!framed || !frameless) return ready ? framed : frameless;
   const bool together = framed->batch == frameless->batch;
@@ -195,7 +289,7 @@ bool Pipeline::step(Lock& lock) {
     const std::lock_guard<std::mutex> guard(run->batch->mutex_);
     run->batch->stats_.compute_seconds += seconds;
   }
-  if (run->frame >= 0 && !run->job->writes.empty()) {
+  if (run->frame >= 0 && !run->idle && !run->job->writes.empty()) {
     run->stage = Stage::kHeld;
     held_.push_back(run);
     run->batch->set(run->index, Batch::State::kUpdated);
@@ -211,7 +305,7 @@ void Pipeline::rest(Lock& lock) {
   const bool reading = next && next->stage == Stage::kReading;
   const auto start = Clock::now();
   signal_->changed.wait(lock);
-  if (!next) return;
+  if (!next || !next->batch->begun_) return;
   const double seconds = seconds_since(start);
   const std::lock_guard<std::mutex> guard(next->batch->mutex_);
   (reading ? next->batch->stats_.read_wait_seconds : next->batch->stats_.write_wait_seconds) += seconds;
@@ -268,7 +362,7 @@ void Pipeline::moved(const RunPtr& run, const io::Transfer& transfer) {
 // All moves of the run's stage are over.
 void Pipeline::arrive(const RunPtr& run) {
   if (run->stage == Stage::kReading) {
-    run->stage = Stage::kReady;  // should it have failed, abandon_all() finds it
+    run->stage = run->complete ? Stage::kReady : Stage::kPrimed;  // should it have failed, abandon_all() finds it
     return;
   }
   writing_.erase(std::find(writing_.begin(), writing_.end(), run));
@@ -278,7 +372,7 @@ void Pipeline::arrive(const RunPtr& run) {
 
 void Pipeline::fail(const RunPtr& run, const io::IoError& error) {
   run->failed = true;
-  run->batch->fail(error);
+  run->batch->fail(run->index, error);
   if (!broken_) broken_ = error;
 }
 
@@ -303,7 +397,7 @@ bool Pipeline::abandon_all() {
 
 void Pipeline::abandon(const RunPtr& run) {
   leave_frame(*run);
-  run->batch->fail(*broken_);
+  run->batch->fail(run->index, *broken_);
   run->batch->set(run->index, Batch::State::kFailed);
 }
 

@@ -31,6 +31,12 @@ struct PipelineOptions {
 // Jobs are updated in the order of submission, but a job that takes no frame may overtake, within its batch, jobs whose
 // bytes have not arrived, and is overtaken by one whose bytes have when the disk would be idle. Jobs of one batch must
 // not touch each other's memory. A read waits for all earlier writes to its bytes.
+//
+// [Note: prepared batches]
+// What an update needs besides its gradient is often known long before the gradients are. A batch may therefore be
+// prepared: its jobs take free frames, in order, and read into them all that is not late; nothing is updated until it
+// begins. Whoever writes to those bytes meanwhile cancels it, and waits for it, first. Only the last batch can be in
+// this state, so the frames that it holds are never what an earlier one waits for.
 class Pipeline {
  public:
   // `frames`: addresses of frame_bytes each, on which direct I/O works best when they are multiples of 4096.
@@ -48,6 +54,12 @@ class Pipeline {
   // updated, and this and all later batches report it. Throws std::invalid_argument.
   std::shared_ptr<Batch> submit(const std::vector<size_t>& jobs, std::vector<Hyper> hypers, bool refresh = false);
 
+  // As submit(), in two steps; see [Note: prepared batches]. begin() and cancel() throw std::invalid_argument for any
+  // batch but the prepared one, prepare() and submit() while there is one. A cancelled batch changes nothing.
+  std::shared_ptr<Batch> prepare(const std::vector<size_t>& jobs);
+  void begin(const std::shared_ptr<Batch>& batch, std::vector<Hyper> hypers, bool refresh = false);
+  void cancel(const std::shared_ptr<Batch>& batch);
+
   const PipelineOptions& options() const { return options_; }
   size_t frames() const { return frames_.size(); }
   bool foreign() const;
@@ -55,15 +67,16 @@ class Pipeline {
   bool finish();
 
  private:
-  // A job of a batch on its way. kWaiting: no frame yet. kReading: bytes arrive. kReady: may be updated.
-  // kHeld: updated, to be written with its group. kWriting: bytes leave.
-  enum class Stage { kWaiting, kReading, kReady, kHeld, kWriting };
+  // A job of a batch on its way. kWaiting: no frame yet. kReading: bytes arrive. kPrimed: all but what is late has
+  // arrived. kReady: may be updated. kHeld: updated, to be written with its group. kWriting: bytes leave.
+  enum class Stage { kWaiting, kReading, kPrimed, kReady, kHeld, kWriting };
   struct Run {
     std::shared_ptr<Batch> batch;
     size_t index;
     const Job* job;
     uint64_t order;
-    bool idle;  // nothing to do
+    bool idle = false;      // nothing to do
+    bool complete = false;  // nothing remains to be read once what flies has arrived
     Stage stage = Stage::kWaiting;
     int frame = -1;
     size_t moves_left = 0;
@@ -79,12 +92,18 @@ class Pipeline {
   using RunPtr = std::shared_ptr<Run>;
   using Lock = std::unique_lock<std::mutex>;
 
+  std::shared_ptr<Batch> make(const std::vector<size_t>& jobs) const;
+  void check_prepared(const std::shared_ptr<Batch>& batch) const;
+  void queue(const std::shared_ptr<Batch>& batch);
+  void set_off();
   void conduct();
   bool admit(Lock& lock);
+  bool resume(Lock& lock);
   bool flush(Lock& lock);
   bool step(Lock& lock);
   void rest(Lock& lock);
   RunPtr choose() const;
+  void read(Lock& lock, const RunPtr& run, bool late);
   bool must_wait(const Run& run) const;
   void start(Lock& lock, const RunPtr& run, const std::vector<Move>& moves, bool write);
   void moved(const RunPtr& run, const io::Transfer& transfer);
@@ -112,6 +131,7 @@ class Pipeline {
   uint64_t order_ = 0;
   size_t reads_flying_ = 0;
   size_t writes_flying_ = 0;
+  std::shared_ptr<Batch> prepared_;
   std::optional<io::IoError> broken_;
   bool closing_ = false;
   bool ended_ = false;

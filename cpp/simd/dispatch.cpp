@@ -25,6 +25,8 @@ const char* name_of(Level level) {
       return "avx512";
     case Level::avx2:
       return "avx2";
+    case Level::neon:
+      return "neon";
     case Level::scalar:
       break;
   }
@@ -39,6 +41,9 @@ std::vector<Level> available_levels() {
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
     levels.push_back(Level::avx512);
   if (avx2) levels.push_back(Level::avx2);
+#endif
+#ifdef OFFLOAD_SIMD_NEON
+  levels.push_back(Level::neon);  // every AArch64 CPU has it
 #endif
   levels.push_back(Level::scalar);
   return levels;
@@ -70,6 +75,9 @@ const Kernels& kernels_of(Level level) {
 #ifdef OFFLOAD_SIMD_X86
   if (level == Level::avx512) return kernels_avx512;
   if (level == Level::avx2) return kernels_avx2;
+#endif
+#ifdef OFFLOAD_SIMD_NEON
+  if (level == Level::neon) return kernels_neon;
 #endif
   (void)level;
   return kernels_scalar;

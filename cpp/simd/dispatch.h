@@ -8,7 +8,7 @@
 
 namespace offload {
 
-enum class Level { scalar, avx2, avx512 };
+enum class Level { scalar, neon, avx2, avx512 };
 
 const char* name_of(Level level);
 // Those this CPU can run, best first.

@@ -35,6 +35,7 @@ struct Kernels {
 };
 
 extern const Kernels kernels_scalar;
+extern const Kernels kernels_neon;
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
 

@@ -87,9 +87,10 @@ int physical_cores(const std::set<int>& cpus, const std::string& root) {
   std::set<std::string> cores;
   for (int cpu : cpus) {
     const std::string topology = root + "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/";
+    const std::string package = first_line(topology + "physical_package_id");
+    const std::string cluster = first_line(topology + "cluster_id");  // on ARM each may count its cores anew
     const std::string core = first_line(topology + "core_id");
-    cores.insert(core.empty() ? "cpu " + std::to_string(cpu)
-                              : first_line(topology + "physical_package_id") + " " + core);
+    cores.insert(core.empty() ? "cpu " + std::to_string(cpu) : package + " " + cluster + " " + core);
   }
   return std::max(1, static_cast<int>(cores.size()));
 }

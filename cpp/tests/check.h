@@ -5,6 +5,9 @@
 #include <cstdlib>
 #include <string>
 
+// Whether an emulator runs the test: slow, and some fail where a process that has threads forks.
+inline bool emulated() { return std::getenv("OFFLOAD_TEST_EMULATED") != nullptr; }
+
 #define CHECK(condition)                                                                 \
   do {                                                                                   \
     if (!(condition)) {                                                                  \

@@ -255,11 +255,106 @@ void failures(bool reading, size_t frame_count) {
   CHECK_THROWS(io::IoError, first->wait(), reading ? "EIO" : "ENOSPC");
   CHECK_THROWS(io::IoError, first->wait_job(3, true), "at offset 61440 of ");
   CHECK_THROWS(io::IoError, first->wait_job(11, false), "at offset 61440 of ");
+  CHECK_THROWS(std::out_of_range, first->reached(12, false), "no such job");
   CHECK_THROWS(io::IoError, second->wait(), reading ? "EIO" : "ENOSPC");
   auto third = rig.pipeline->submit({0}, {hyper_of(3)});
   CHECK_THROWS(io::IoError, third->wait(), reading ? "EIO" : "ENOSPC");
+  CHECK(first->failed() && first->reached(3, true) && first->reached(11, false));
   if (!reading) first->wait_job(0, true);  // done before the failure
   rig.pipeline.reset();
+}
+
+// What is prepared reads ahead and waits; what is cancelled changes nothing; writes to what was read ahead are not
+// lost.
+void prepared(int kind, size_t frame_count, bool mixed) {
+  Rig rig(make_engine(kind), frame_count, 0, 11, mixed);
+  rig.fill();
+  for (int step = 1; step <= 4; ++step) {
+    if (step > 1) {  // the last step's writes are still under way
+      const auto dropped = rig.pipeline->prepare(rig.all());
+      CHECK_THROWS(std::invalid_argument, rig.pipeline->submit({0}, {hyper_of(1)}), "begin or cancel it first");
+      CHECK_THROWS(std::invalid_argument, rig.pipeline->prepare({0}), "begin or cancel it first");
+      rig.pipeline->cancel(dropped);
+      CHECK_THROWS(std::invalid_argument, rig.pipeline->cancel(dropped), "not the prepared one");
+      dropped->wait();
+      Chunk& chunk = rig.chunks[0];
+      for (float& x : chunk.twin) x += 1;
+      if (chunk.framed) rig.channel.write(0, chunk.twin.data(), 12 * kElements)->wait();
+    }
+    const auto batch = rig.pipeline->prepare(rig.all());
+    CHECK_THROWS(std::invalid_argument, rig.pipeline->begin(batch, {}), "hyper-parameters 0 of 0");
+    for (Chunk& chunk : rig.chunks) {  // gradients come last
+      for (float& x : chunk.grad) x += 0.5f;
+    }
+    Hyper hyper = hyper_of(step);
+    hyper.active = step != 3;
+    rig.pipeline->begin(batch, {hyper});
+    if (step == 3) continue;
+    for (Chunk& chunk : rig.chunks) chunk.update_twin(hyper, rig.pool);
+    for (size_t i = 0; i < rig.chunks.size(); ++i) batch->wait_job(i, i == 0);
+  }
+  const auto last = rig.pipeline->prepare(rig.all());
+  rig.compare();
+  rig.pipeline.reset();  // ends what nobody began
+  CHECK(last->done());
+}
+
+// The gradient rests in the file too and is written there after the rest was read ahead.
+void late_reads() {
+  Rig rig(make_engine(2), 2, 0, 0, false);
+  constexpr size_t n = 1024, count = 5;
+  rig.channel.file = std::make_shared<io::File>(rig.scratch.file("b"), count * kRecordBytes, true);
+  std::vector<std::vector<float>> records(count, std::vector<float>(4 * n)), twins;
+  std::vector<size_t> jobs;
+  for (size_t i = 0; i < count; ++i) {
+    for (size_t k = 0; k < 3 * n; ++k) records[i][k] = static_cast<float>(k % 97 + i);
+    const auto framed = [](size_t k) { return Place{Base::kFrame, 4 * k * n}; };
+    Job job;
+    job.segments = {{0, n, framed(0), framed(3), framed(1), framed(2), kNowhere}};
+    job.reads = job.writes = {{rig.channel, i * kRecordBytes, 0, 12 * n}};
+    job.reads.push_back({rig.channel, i * kRecordBytes + 12 * n, 12 * n, 4 * n, true});
+    jobs.push_back(rig.pipeline->add_job(job));
+    rig.channel.write(i * kRecordBytes, records[i].data(), 16 * n)->wait();
+  }
+  twins = records;
+  for (int step = 1; step <= 3; ++step) {
+    const auto batch = rig.pipeline->prepare(jobs);
+    for (size_t i = 0; i < count; ++i) {
+      std::fill_n(twins[i].begin() + 3 * n, n, static_cast<float>(step) - 0.25f * i);
+      rig.channel.write(i * kRecordBytes + 12 * n, &twins[i][3 * n], 4 * n)->wait();
+    }
+    rig.pipeline->begin(batch, {hyper_of(step)});
+    for (size_t i = 0; i < count; ++i) {
+      batch->wait_job(i, false);  // the gradient was read: the next may be written over it
+      float* t = twins[i].data();
+      adam_update(hyper_of(step), t, t + 3 * n, Dtype::f32, t + n, t + 2 * n, nullptr, Dtype::f32, n, rig.pool);
+    }
+    batch->wait();
+    CHECK(batch->stats().bytes_read == count * 16 * n);
+  }
+  for (size_t i = 0; i < count; ++i) {
+    rig.channel.read(i * kRecordBytes, records[i].data(), 16 * n)->wait();
+    CHECK(records[i] == twins[i]);
+  }
+}
+
+void prepared_failures(size_t frame_count) {
+  io::Faults faults;
+  faults.read_errno = EIO;
+  faults.bad_begin = 3 * kRecordBytes;
+  faults.bad_end = faults.bad_begin + 1;
+  for (const bool cancelled : {false, true}) {
+    Rig rig(std::make_shared<io::FaultEngine>(io::EngineOptions{1, 4096}, faults), frame_count, 1, 6, false);
+    const auto batch = rig.pipeline->prepare(rig.all());
+    if (frame_count > 3) CHECK_THROWS(io::IoError, batch->wait_job(3, false), "EIO");
+    if (cancelled) {
+      rig.pipeline->cancel(batch);
+      if (frame_count > 3) CHECK_THROWS(io::IoError, batch->wait(), "EIO");
+    } else {
+      rig.pipeline->begin(batch, {hyper_of(1)});
+      CHECK_THROWS(io::IoError, batch->wait(), "EIO");
+    }
+  }
 }
 
 void dropped_in_flight() {
@@ -310,6 +405,13 @@ int main() {
     failures(true, frames);
     failures(false, frames);
   }
+  for (int kind = 0; kind < 3; ++kind) {
+    for (const size_t frames : {1, 2, 5, 12}) {
+      for (const bool mixed : {false, true}) prepared(kind, frames, mixed);
+    }
+  }
+  late_reads();
+  for (const size_t frames : {1, 5}) prepared_failures(frames);
   dropped_in_flight();
   refusals();
   std::printf("ok\n");

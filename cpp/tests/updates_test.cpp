@@ -24,10 +24,11 @@ using Bytes = std::vector<char>;
 #endif
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__) || OFFLOAD_HAS_FEATURE(thread_sanitizer) || \
     OFFLOAD_HAS_FEATURE(address_sanitizer)
-constexpr bool kSlow = true;
+constexpr bool kSanitized = true;
 #else
-constexpr bool kSlow = false;
+constexpr bool kSanitized = false;
 #endif
+bool slow() { return kSanitized || emulated(); }
 
 constexpr Rule kRules[] = {Rule::adam, Rule::lion, Rule::adagrad};
 constexpr Dtype kDtypes[] = {Dtype::f32, Dtype::bf16, Dtype::f16};
@@ -127,7 +128,7 @@ void each_form(const F& f) {
 void forms_give_the_same_bits() {
   each_form([](Rule rule, const Form& form) {
     for (std::size_t n : {0, 1, 31, 32, 33, 255, 256, 257, 1025, 70001}) {
-      if (kSlow && n > 2000 && form.grad != Dtype::bf16) continue;
+      if (slow() && n > 2000 && form.grad != Dtype::bf16) continue;
       const Hyper h = hyper_of(rule, n % 2 == 0);
       ThreadPool one(1), three(3);
       State want(n, rule, form);
@@ -148,7 +149,7 @@ void forms_give_the_same_bits() {
 void every_size_and_alignment() {
   ThreadPool one(1);
   const Form form{Master::split, Moments::i8, Dtype::bf16, Dtype::f16};
-  for (std::size_t n = 0; n <= 1025; n += kSlow ? 7 : 1) {
+  for (std::size_t n = 0; n <= 1025; n += slow() ? 7 : 1) {
     State want(n, Rule::adam, form);
     want.step(hyper_of(Rule::adam, true), one, Level::scalar, 0, n);
     for (Level level : available_levels()) {
@@ -193,7 +194,7 @@ void every_pattern_is_split_and_rebuilt() {
   ThreadPool two(2);
   constexpr std::size_t kAtOnce = 1 << 20;
   for (Level level : available_levels()) {
-    const bool whole = !kSlow && level == available_levels().front();
+    const bool whole = !slow() && level == available_levels().front();
     const std::uint32_t step = whole ? 1 : 4099;
     for (std::uint64_t start = 0; start < std::uint64_t{1} << 32; start += std::uint64_t{kAtOnce} * step)
       split_patterns(static_cast<std::uint32_t>(start), step, kAtOnce, level, two);

@@ -54,7 +54,8 @@ def _processor() -> Iterator[Finding]:
     from offload import _core
 
     level = _core.simd_level()
-    mend = "" if level == "avx512" else f"this CPU or OFFLOAD_SIMD allows {', '.join(_core.simd_levels())}; the optimizer is slower without avx512"
+    levels = ", ".join(_core.simd_levels())
+    mend = "" if level in ("avx512", "neon") else f"this CPU or OFFLOAD_SIMD allows {levels}; the optimizer is slower without avx512 or neon"
     yield Finding("instruction set", level, mend)
     threads = _core.default_threads()
     cores = len(os.sched_getaffinity(0))

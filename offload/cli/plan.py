@@ -57,13 +57,13 @@ def _placement(run: str, overrides: Sequence[str]) -> dict[str, Any]:
         batch=model.planned_batch(model_config, config.data.batch_size, config.data.seq_length, toy.in_chunks),
         accumulate=config.data.accumulate,
     )
-    traffic = traffic_of(made, direct=device == "cpu", accumulate=config.data.accumulate)
-    figures = estimate(model_config, config, toy.in_chunks, torch.device("cuda" if device == "cuda" else "cpu")).figures(
-        traffic, recompute=made.recomputes, accumulate=config.data.accumulate
-    )
+    direct, accumulate = device == "cpu", config.data.accumulate
+    traffic = traffic_of(made, direct=direct, accumulate=accumulate)
+    found = estimate(model_config, config, toy.in_chunks, torch.device("cuda" if device == "cuda" else "cpu"))
     return {
         "parameters": made.parameters,
-        **figures,
+        "predicted_step_seconds": found.predicted(made, direct=direct, accumulate=accumulate),
+        **found.bound(traffic, recompute=made.recomputes, accumulate=accumulate),
         "written_bytes_per_step": traffic.nvme_write,
         "state_bytes": made.state_bytes,
         "state_bytes_per_rank": made.state_bytes,
@@ -85,7 +85,8 @@ def _text(result: dict[str, Any]) -> str:
     lines += [f"{role}: " + ", ".join(f"{format_size(n)} {tier}" for tier, n in tiers.items() if n) for role, tiers in result["placement"].items()]
     held = ", ".join(f"{format_size(n)} {tier}" for tier, n in result["activation_bytes"].items() if n)
     lines.append(f"activations: {result['activations']}" + (f" ({held})" if held else ""))
-    lines.append(f"a step takes at least {result['bound_step_seconds']:.3g} s, held by {result['limiting_link']}")
+    lines.append(f"a step is expected to take {result['predicted_step_seconds']:.3g} s")
+    lines.append(f"it takes at least {result['bound_step_seconds']:.3g} s, held by {result['limiting_link']}")
     lines.append(f"{format_size(result['written_bytes_per_step'])} written to NVMe a step")
     return "\n".join(lines)
 

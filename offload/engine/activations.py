@@ -49,6 +49,13 @@ class _Resting:
     reads: list[Transfer]
     leaving: Transfer | None = None
 
+    def settled(self) -> None:
+        """Waits until all of it is there; raises what went wrong."""
+        if self.leaving is not None:
+            self.leaving.wait()
+        for write in self.writes:
+            write.wait()
+
 
 class Pool:
     """Memory of one tier for tensors that come and go.
@@ -341,13 +348,9 @@ class Activations:
         resting = away.resting
         if resting is None or away.coming is not None or (resting.shard.memory is not None and self.device.direct):
             return
-        if resting.leaving is not None:
-            resting.leaving.wait()
-        for write in resting.writes:
-            write.wait()
         target = self.device.scratch(resting.shard.nbytes)
         part = target if resting.shard.memory is None else target[: away.form.nbytes]
-        arriving = self.device.fetch([Copy(part, resting.shard, 0, torch.uint8)], self._frames)
+        arriving = self.device.fetch([Copy(part, resting.shard, 0, torch.uint8)], self._frames, resting.settled)
         if self.device.direct:
             resting.reads.append(arriving)
         away.coming = target, arriving

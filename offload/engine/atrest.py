@@ -5,6 +5,7 @@
 value read, and what the operation's schema marks as written is written back. A view remembers the operation that made it, and replays it
 on the value of its base, so writes through views reach the source. Operations on lists go element by element, so that a whole model is
 never read at once. Gradients of one parameter are summed by their sources, where they rest.
+A gradient is multiplied by a number, as clipping does, and unscaled by a GradScaler where it rests, without being read.
 There is no storage: what reaches for it is refused, for torch would follow a null pointer. numpy gets a copy that cannot be written to.
 
 [Note: moves]
@@ -161,6 +162,10 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     summed = _sum(func, args, kwargs)
     if summed is not None:
         return summed
+    if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+        return _unscale(func, *args)
+    if func is aten.mul_.Tensor and _multiplied(*args):
+        return args[0]
     if func is aten._to_copy.default:
         moved = _move(args[0], kwargs)
         if moved is not None:
@@ -186,6 +191,29 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AtRest | N
         source = a.source.plus(b.source)
         return AtRest(source) if source is not None else None
     return a if a.source.add(b.source) else None  # type: ignore[attr-defined]
+
+
+def _multiplied(x: Any, factor: Any) -> bool:
+    """Whether `x`, a whole gradient, has been multiplied by the number `factor` where it rests."""
+    if not isinstance(x, AtRest) or x.chain or not hasattr(x.source, "multiply"):
+        return False
+    if isinstance(factor, torch.Tensor) and not isinstance(factor, AtRest) and factor.ndim == 0 and not factor.is_complex():
+        factor = factor.item()
+    return isinstance(factor, (int, float)) and bool(x.source.multiply(float(factor)))
+
+
+def _unscale(func: Any, grads: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """torch.amp.GradScaler's check and unscaling: `found_inf` becomes 1 if a gradient is not finite, all are multiplied by `inv_scale`."""
+    if found_inf.is_pinned() or inv_scale.is_pinned():
+        torch.cuda.current_stream().synchronize()  # GradScaler copies both from the GPU without waiting
+    factor = float(inv_scale)
+    for grad in grads:
+        finite = getattr(grad.source, "finite", None) if isinstance(grad, AtRest) and not grad.chain else None
+        known = finite() if finite is not None else None
+        if known is None or not (factor == 1.0 or _multiplied(grad, factor)):
+            _run(func, ([grad], found_inf, inv_scale), {})
+        elif not known:
+            found_inf.fill_(1.0)
 
 
 def _move(value: Any, kwargs: dict[str, Any]) -> AtRest | None:
@@ -260,6 +288,11 @@ def _each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def pick(x: Any, i: int) -> Any:
         return [x[i]] if isinstance(x, (list, tuple)) and len(x) == n else x
 
+    if func in (aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor):
+        for x in args[0]:
+            if not _multiplied(x, args[1]):
+                _run(func, ([x], args[1]), {})
+        return None
     results = [_run(func, tuple(pick(a, i) for a in args), {k: pick(v, i) for k, v in kwargs.items()}) for i in range(n)]
     if all(isinstance(r, (list, tuple)) for r in results):
         return [r[0] for r in results]
@@ -316,6 +349,9 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     written = _writes(func, args, kwargs)
     if func is aten.copy_.default and isinstance(args[0], AtRest) and not args[0].chain:
         return _overwrite(args[0], args[1])
+    if func is aten.zero_.default and isinstance(args[0], AtRest) and not args[0].chain and hasattr(args[0].source, "zero"):
+        args[0].source.zero()
+        return args[0]
     plain_args, plain_kwargs = tree_map(bases.value, args), tree_map(bases.value, kwargs)
     out = func(*plain_args, **plain_kwargs)
     targets = {id(x.source): x for x in _flat(written) if isinstance(x, AtRest)}

@@ -17,6 +17,7 @@ from offload import _core
 from offload.config import Tiers
 from offload.engine.activations import Activations, Pool
 from offload.engine.atrest import AtRest
+from offload.engine.background import Background
 from offload.engine.build import Found, arena_bytes, make_records, make_shards
 from offload.engine.gradients import Gradients
 from offload.engine.initialise import fill_buffers, initial_values
@@ -51,7 +52,6 @@ class Engine:
         weakref.finalize(self, device.close)  # its threads end with a model that is dropped without close()
         self.runtime: object = None
         self.skipped = 0
-        self.update_seconds: dict[str, float] = {}
         self.space: SwapSpace | None = None
         self._held = [
             self.budgets[tier].reserve(n, "state, slots and staging") for tier, n in (arena_bytes(plan) | {"nvme": plan.peak_bytes["nvme"]}).items()
@@ -78,19 +78,26 @@ class Engine:
         self.device.register(self.host)
         self.arena = self.device.memory(sizes["device"])
         make_shards(self.units, plan, self.host, self.arena, self.space)
-        self.frames = FramePool(self.host.take(plan.frames * plan.frame_bytes), plan.frames, plan.frame_bytes) if plan.frames else None
-        if plan.boundaries.sizes:
+        staging = plan.staging
+        self.update_frames = [self.host.take(staging.frame_bytes) for _ in range(staging.updates)]
+        self.frames = FramePool(self.host.take(staging.frame_bytes), staging.parts, staging.part_bytes) if staging.parts else None
+        if plan.boundaries.nbytes:
             self._open_activations(plan.boundaries, self.host)
         if self.space is not None:
             self.space.open()
 
     def _build(self, plan: Plan) -> None:
         compute = DTYPES[plan.compute]
-        self.state = State(self.units, plan.form, self._before_access, self._refresh)
-        self.slots = Slots(self.units, plan.slots, self.device, compute, self.frames, self.arena.take)
+        self.background = Background(self.units, self._make_updates(DTYPES[plan.grad]))
+        self.state = State(self.units, plan.form, self._before_access, self.background, self._refresh)
+        self.slots = Slots(self.units, plan.slots, self.device, compute, self.frames, self.arena.take, self.background)
         self.gradients = Gradients(self.units, self.records, DTYPES[plan.grad], self.device, self.frames)
-        self.updates = Updates(self.units, self.records, plan.form, DTYPES[plan.grad], self.frames, self.seed)
+        self.gradients.let_go = self.background.let_go
         self.values = [ValueSource(r, self) for r in self.records]
+
+    def _make_updates(self, grad: torch.dtype) -> Updates:
+        plan = self.plan
+        return Updates(self.units, self.records, plan.form, grad, self.update_frames, plan.staging.frame_bytes, self.seed)
 
     def _take_over(self) -> None:
         """Values go to their shards, and parameters become tensors at rest, unit by unit."""
@@ -127,7 +134,7 @@ class Engine:
         if self.plan.batch is None and first is not None and torch.is_grad_enabled():
             rows = first.shape[:-1].numel() if first.is_floating_point() else first.numel()  # features are no tokens
             made = self.plan.closed(Batch(first.shape[0], max(1, rows // max(1, first.shape[0]))))
-            if made.boundaries.sizes:
+            if made.boundaries.nbytes:
                 self._reserve_boundaries(made.boundaries)
             self.plan, self.streamer.recompute = made, made.recomputes
 
@@ -152,7 +159,7 @@ class Engine:
         if boundaries.tier == "host":
             pool.add(arena.take(boundaries.nbytes))
         elif self.space is not None:
-            for nbytes in boundaries.sizes:
+            for nbytes in filter(None, boundaries.sizes):
                 pool.add(self.space.allocate(nbytes))
         self.activations.open(pool, [arena.take(boundaries.buffer_bytes) for _ in range(boundaries.buffers)])
 
@@ -202,6 +209,7 @@ class Engine:
     def _before_backward(self) -> None:
         if self.gradients.dtype != torch.float32 and any(self.gradients.earlier(r) for r in self.records if r.trained):
             self.widen_gradients()
+        self.background.read_ahead(self.streamer.order.forward())
 
     def widen_gradients(self) -> None:
         """A backward adds to gradients kept in fewer bits: sums are fp32 from here on, or BudgetError before anything is computed."""
@@ -229,8 +237,10 @@ class Engine:
             assert self.space is not None
             return Shard("nvme", nbytes, extent=self.space.allocate(nbytes), space=self.space)
 
+        self.background.synchronize()
+        self.background.drop()
         self.gradients.widen(reshard)
-        self.updates = Updates(self.units, self.records, self.plan.form, torch.float32, self.frames, self.seed)
+        self.background.replace(self._make_updates(torch.float32))
 
     def _can_take(self, tier: str, nbytes: int) -> bool:
         return self.budgets[tier].free >= nbytes and (tier == "host" or (self.space is not None and self.frames is not None))
@@ -248,22 +258,27 @@ class Engine:
     # Updates
 
     def update(self, hypers: dict[int, dict[str, float | int | bool]]) -> None:
-        """Updates the parameters whose numbers have hyperparameters (fields of ops.HYPER); their gradients have come to rest."""
+        """Starts updating the parameters whose numbers have hyperparameters (fields of ops.HYPER); their gradients have come to rest.
+
+        SwapError if an earlier update is known to have failed.
+        """
         check_process(self._owner)
+        self.background.check()
         self.gradients.flush()
         self.device.settle()
         self.slots.settle()
-        table = self.updates.hyper()
+        table = self.background.hyper()
         for number, fields in hypers.items():
             for key, value in fields.items():
                 table[number][key] = value
             table[number]["grad_scale"] *= self.gradients.scale_of(self.records[number])
             table[number]["active"] = 1
             self.records[number].version += 1
-        stats = self.updates.run(table)
-        for key, value in stats.items():
-            self.update_seconds[key] = self.update_seconds.get(key, 0.0) + value
+        self.background.start(table, self.streamer.order.forward())
         self.slots.forget()
+        for unit, use in enumerate(self.slots.uses):
+            if use.firm or use.soft:  # a step inside a forward or a backward
+                self.background.wait_unit(unit)
 
     def moment(self, record: Record, role: str) -> AtRest:
         return AtRest(MomentSource(record, self.state, role))
@@ -285,6 +300,7 @@ class Engine:
             raise OffloadError("the runtime of this model was closed")
         self.gradients.settle()
         self.device.settle()
+        self.background.synchronize()
 
     def close(self) -> None:
         """Gives back memory, files and threads. Parameters cannot be read afterwards."""
@@ -292,17 +308,18 @@ class Engine:
             return
         try:
             self.streamer.close()
-            self.synchronize()
+            self.gradients.settle()
+            self.background.finish()
         finally:
             self.closed = True
             self._close_tiers()
 
     def _close_tiers(self) -> None:
         self.device.close()
-        for name in ("slots", "gradients", "updates", "activations"):
+        for name in ("slots", "gradients", "background", "activations"):
             if name in self.__dict__:
                 getattr(self, name).close()
-        self.frames = None
+        self.frames, self.update_frames = None, []
         for record in self.records:
             if record.parameter.grad is not None and isinstance(record.parameter.grad, AtRest):
                 record.parameter.grad = None

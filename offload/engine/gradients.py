@@ -3,7 +3,12 @@
 [Note: gradients at rest]
 Bind's backward wraps a gradient in a `Contribution`; autograd sums contributions and hands them to the parameter; the hook that runs after
 that lands the result here. Landing casts, stores and takes the sums of squares of fixed blocks in one pass, in one thread at a time. A gradient has a
-`scale` that clipping sets and the update applies, so clipping moves no bytes. `p.grad is None` alone starts a new generation.
+`scale` that clipping and a GradScaler set and the update applies, so they move no bytes. `p.grad is None` alone starts a new generation.
+
+[Note: fp16 at rest]
+fp16 holds few exponents. What comes from a backward is cast as it is, so that what overflows is infinite and is found: a loss scale is there to
+prevent it. What a user writes is no longer scaled by any loss scale and would vanish: it is stored times a power of two that brings its largest
+element to the top of the range, and the gradient's `scale` takes that back.
 """
 
 from __future__ import annotations
@@ -28,6 +33,9 @@ from offload.transfer.device import Device
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import Transfer
 
+_FLT_MAX = torch.finfo(torch.float32).max
+_FP16_OVER = 65520.0  # from here on fp32 rounds to an infinite fp16
+
 
 def _accumulates(parameter: torch.Tensor) -> bool:
     """Whether the backward that runs accumulates into the parameter (and not `autograd.grad`, which only returns)."""
@@ -43,6 +51,7 @@ class _Entry:
 
     generation: int = 0
     scale: float = 1.0
+    zeroed: bool = False  # it reads as zeros, which are yet to be stored: an update may still read what is there
     landing: list[Transfer] = field(default_factory=list)
     early_task: int = -1
     epoch: int = -1
@@ -56,12 +65,13 @@ class Gradients:
         self.units, self.records, self.dtype, self.device = units, records, dtype, device
         self._entries = {r.number: _Entry() for r in records}
         self._lock = threading.RLock()
-        self._cache = ChunkCache(frames, frames.count - 2) if frames is not None else None
+        self._cache = ChunkCache(frames, frames.count - 1) if frames is not None else None  # a fetch needs one
         self.closed = False
         self._owner = os.getpid()
         self._epoch = 0  # forwards seen: what landed before the last one belongs to an earlier micro-batch
         self._nested_tasks: set[int] = set()
         self.before_sums: Callable[[], None] = lambda: None
+        self.let_go: Callable[[int, int], None] = lambda unit, chunk: None  # waits for a chunk's update, which reads what rests here
         self._awaited: dict[int, set[int]] = {}
         self._first_chunk = [0]
         for unit in units:
@@ -107,7 +117,7 @@ class Gradients:
                 grad.source = source.landed or self.land(record, source.held())
                 return
         value = grad.plain() if isinstance(grad, AtRest) else grad.detach()
-        record.parameter.grad = AtRest(self.land(record, value))
+        record.parameter.grad = AtRest(self.land(record, *self._fitted(value)))
 
     def adopt(self, records: Iterable[Record]) -> list[Record]:
         """Before an update: the trained parameters that have a gradient; those that the user put in `.grad` come to rest here."""
@@ -146,8 +156,8 @@ class Gradients:
     def generation(self, record: Record) -> int:
         return self._entries[record.number].generation
 
-    def land(self, record: Record, value: torch.Tensor) -> GradientSource:
-        """A fresh start: `value` replaces whatever was here."""
+    def land(self, record: Record, value: torch.Tensor, scale: float = 1.0) -> GradientSource:
+        """A fresh start: `value` times `scale` replaces whatever was here."""
         if not record.trained:
             raise OffloadError(
                 f"parameter {record.name} was frozen when prepare() ran, so it has no master and no moments; set requires_grad before prepare()"
@@ -156,7 +166,7 @@ class Gradients:
         entry = self._entries[record.number]
         self._settle(entry)
         entry.generation += 1
-        entry.scale = 1.0
+        entry.scale = scale
         entry.epoch, entry.task = self._epoch, torch._C._current_graph_task_id()
         source = value.contiguous()
         entry.landing.append(self.device.send(source, lambda host: self._store(record, host, accumulate=False)))
@@ -188,6 +198,8 @@ class Gradients:
         self._check()
         entry = self._entries[record.number]
         self._settle(entry)
+        if entry.zeroed:
+            return torch.zeros(record.numel, dtype=self.dtype)
         out = torch.empty(record.numel, dtype=self.dtype)
         for chunk, start, first, stop in self._pieces(record):
             with self._lock:
@@ -199,8 +211,25 @@ class Gradients:
         self._check()
         entry = self._entries[record.number]
         self._settle(entry)
-        entry.scale = 1.0
-        self._store(record, value.detach().to("cpu").contiguous(), accumulate=False)
+        stored, entry.scale = self._fitted(value.detach().to("cpu").contiguous())
+        self._store(record, stored, accumulate=False)
+
+    def _fitted(self, value: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """What is to be stored for `value`, and the scale that gives it back; see [Note: fp16 at rest]."""
+        most = float(value.abs().max()) if self.dtype == torch.float16 and value.numel() else 0.0
+        if not 0.0 < most < math.inf:
+            return value, 1.0
+        exponent = min(16 - math.frexp(most)[1], 126)
+        exponent -= math.ldexp(most, exponent) >= _FP16_OVER
+        return value.float().mul(math.ldexp(1.0, exponent)), math.ldexp(1.0, -exponent)
+
+    def zero(self, record: Record) -> None:
+        """As `write` of zeros, at once."""
+        self._check()
+        entry = self._entries[record.number]
+        self._settle(entry)
+        entry.scale, entry.zeroed = 1.0, True
+        record.sums.zero_()
 
     def settle(self) -> None:
         """Every landing is done; its error, if any, is raised."""
@@ -215,12 +244,20 @@ class Gradients:
             self._entries[record.number].scale *= factor
 
     def norm_squared(self, record: Record) -> float:
-        """Exactly rounded sum of the blocks' sums of squares, of the gradient as it reads."""
-        return math.fsum(record.sums.tolist()) * self._entries[record.number].scale ** 2
+        """Exactly rounded sum of the blocks' sums of squares, of the gradient as it reads; not finite if an element is not."""
+        entry = self._entries[record.number]
+        self._settle(entry)
+        total = math.fsum(record.sums.tolist()) * entry.scale**2
+        if abs(entry.scale) > 1.0 and total > _FLT_MAX**2 and not self.read(record).isfinite().all():
+            return math.inf
+        return total
 
     def flush(self) -> None:
         """Every landing is done and every chunk on NVMe is written; all staging buffers are free."""
         self.settle()
+        for record in self.records:
+            if self._entries[record.number].zeroed:
+                self._store(record, torch.zeros(record.numel, dtype=self.dtype), accumulate=False)
         if self._cache is not None:
             with self._lock:
                 self._cache.flush()
@@ -241,6 +278,11 @@ class Gradients:
             self._cache.moved(key for key in range(self._first_chunk[-1]))
 
     # Storing, in one thread at a time
+
+    def _release(self, record: Record) -> None:
+        """The last step's updates have read what is to be written over."""
+        for chunk, _ in record.slices:
+            self.let_go(record.unit, chunk)
 
     def _settle(self, entry: _Entry) -> None:
         landing, entry.landing = entry.landing, []
@@ -265,7 +307,12 @@ class Gradients:
     def _store(self, record: Record, host: torch.Tensor, accumulate: bool) -> None:
         if host.dtype not in CODES:
             host = host.float()
+        entry = self._entries[record.number]
+        if entry.zeroed and accumulate:
+            self._store(record, torch.zeros(record.numel, dtype=self.dtype), accumulate=False)
+        self._release(record)
         with self._lock:
+            entry.zeroed = False
             for chunk, start, first, stop in self._pieces(record):
                 part = self._memory(record, chunk, fresh=not accumulate and self._alone(record, chunk), dirty=True)
                 _core.land(
@@ -275,6 +322,7 @@ class Gradients:
                 self._came(record, chunk)
 
     def _rescale(self, record: Record, factor: float) -> None:
+        self._release(record)
         with self._lock:
             for chunk, start, first, stop in self._pieces(record):
                 part = self._memory(record, chunk, fresh=False, dirty=True)

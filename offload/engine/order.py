@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 Visit = tuple[str, int]  # ("forward" or "backward", unit)
 
@@ -15,8 +15,21 @@ class AccessOrder:
         self._next: dict[tuple[Visit | None, Visit], Visit] = {}
         self._before: Visit | None = None
         self._last: Visit | None = None
+        self._computed: dict[int, None] = {}  # units whose parameters a forward used, in order
+        self._backward_came = False
+
+    def computed(self, units: Sequence[int]) -> None:
+        """A forward, and no recomputation, uses the parameters of these units."""
+        if self._backward_came:
+            self._computed, self._backward_came = {}, False
+        self._computed |= dict.fromkeys(units)
+
+    def forward(self) -> list[int]:
+        """All units in the order in which the last forward used their parameters; those that it did not use last."""
+        return list(dict.fromkeys((*self._computed, *range(self._units))))
 
     def note(self, visit: Visit) -> None:
+        self._backward_came = self._backward_came or visit[0] == "backward"
         if visit == self._last:
             return
         if self._last is not None:

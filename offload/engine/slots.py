@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from offload.engine.background import Background
 from offload.engine.record import DTYPE_NAMES, DTYPES, Record, Unit
 from offload.errors import BudgetError, OffloadError
 from offload.memory.shard import check_process
@@ -50,11 +51,14 @@ class Use:
 class Counters:
     fetches: int = 0
     misses: int = 0
-    stall_seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0})
+    stall_seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0, "update": 0.0})
 
 
 class Slots:
-    """Who is resident where. `views` gives a resident unit's flats as device tensors in the dtype they are computed with."""
+    """Who is resident where. `views` gives a resident unit's flats as device tensors in the dtype they are computed with.
+
+    What a unit is filled from, or computed from, is what its last update made of it: see [Note: updates under the forward].
+    """
 
     def __init__(
         self,
@@ -64,8 +68,9 @@ class Slots:
         compute: torch.dtype,
         frames: FramePool | None,
         take: Callable[[int], torch.Tensor],
+        background: Background,
     ) -> None:
-        self.units, self.device, self.compute, self.frames = units, device, compute, frames
+        self.units, self.device, self.compute, self.frames, self._background = units, device, compute, frames, background
         self.slots = [Slot(i, take(size)) for i, size in enumerate(sizes)]
         self._by_storage = {s.memory.untyped_storage().data_ptr(): s for s in self.slots}
         self.uses = [Use() for _ in units]
@@ -113,9 +118,11 @@ class Slots:
     def resident(self, number: int) -> list[torch.Tensor]:
         """The unit's flats on the device, fetched and waited for if need be."""
         self._check()
+        slot = self.where.get(number)
+        if slot is None:
+            self._await_update(number)
         if number in self._fixed:
             return self._fixed[number]
-        slot = self.where.get(number)
         if slot is None:
             self.counters.misses += 1
             chosen = self._choose(self.units[number], firm=True)
@@ -124,11 +131,26 @@ class Slots:
         self._clock += 1
         slot.used = self._clock
         if slot.arriving is not None:
+            self._await_update(number)
             start = time.perf_counter()
-            arriving, slot.arriving = slot.arriving, None
-            arriving.wait()
+            self._arrive(slot)
             self.counters.stall_seconds["fetch"] += time.perf_counter() - start
         return self.slot_views(self.units[number], slot.memory)
+
+    def _await_update(self, number: int) -> None:
+        start = time.perf_counter()
+        self._background.wait_unit(number)
+        self.counters.stall_seconds["update"] += time.perf_counter() - start
+
+    def _arrive(self, slot: Slot) -> None:
+        """What was being fetched is there; if that failed, the slot is empty."""
+        arriving, slot.arriving = slot.arriving, None
+        try:
+            if arriving is not None:
+                arriving.wait()
+        except BaseException:
+            self._empty(slot)
+            raise
 
     # Tensors that view a unit
 
@@ -162,6 +184,8 @@ class Slots:
         """Starts fetching a unit if a slot can be had without taking one in use; whether it is on its way or there."""
         if number in self._fixed or number in self.where:
             return True
+        if self.device.direct and not self._background.ready(number):
+            return False  # its fetch would have to wait, and here nobody waits for it but the caller
         slot = self._choose(self.units[number], firm=False)
         if slot is None:
             return False
@@ -185,9 +209,7 @@ class Slots:
 
     def settle(self) -> None:
         for slot in self.slots:
-            if slot.arriving is not None:
-                arriving, slot.arriving = slot.arriving, None
-                arriving.wait()
+            self._arrive(slot)
 
     def close(self) -> None:
         self.closed, self.frames = True, None
@@ -220,8 +242,7 @@ class Slots:
 
     def _empty(self, slot: Slot) -> None:
         if slot.arriving is not None:
-            arriving, slot.arriving = slot.arriving, None
-            arriving.wait()
+            self._arrive(slot)
         if slot.unit is not None:
             self.where.pop(slot.unit, None)
             slot.unit = None
@@ -240,7 +261,7 @@ class Slots:
             for view, shard, flat in zip(views, unit.parameters, unit.layout.flats, strict=True)
             if flat.numel
         ]
-        slot.arriving = self.device.fetch(copies, self.frames)
+        slot.arriving = self.device.fetch(copies, self.frames, lambda: self._background.wait_unit(number, tell=False))
         return slot
 
 

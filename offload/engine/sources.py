@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from offload.engine.engine import Engine
     from offload.engine.gradients import Gradients
     from offload.engine.state import State
+
+
+LEAST_SCALE = 2.0**-100  # of a gradient: below, it would be rounded among denormals
 
 
 class ValueSource:
@@ -104,6 +108,10 @@ class GradientSource:
         self._check()
         self.gradients.write(self.record, value)
 
+    def zero(self) -> None:
+        self._check()
+        self.gradients.zero(self.record)
+
     def describe(self) -> str:
         return f"gradient of {self.record.name}"
 
@@ -116,6 +124,19 @@ class GradientSource:
             return False
         self._check()
         self.gradients.sum_up(self.record, other)
+        return True
+
+    def finite(self) -> bool:
+        """Whether every element is; known from its norm."""
+        self._check()
+        return math.isfinite(self.gradients.norm_squared(self.record))
+
+    def multiply(self, factor: float) -> bool:
+        """Multiplies it, moving nothing; False, and nothing done, where it might not then read as if each element had been multiplied."""
+        self._check()
+        if not LEAST_SCALE <= abs(self.gradients.scale_of(self.record) * factor) <= 1.0:
+            return False
+        self.gradients.scale([self.record], factor)
         return True
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from offload import ops
+from offload.engine.background import Background
 from offload.engine.record import DTYPES, Record, Unit
 from offload.memory.shard import Shard
 from offload.planner.form import GROUP, MOMENTS, StateForm, scale_of
@@ -29,24 +30,30 @@ class _Stretch(NamedTuple):
 
 class State:
     """Reads and writes parameters, masters and moments. `before(record, reading)` runs first on each access, and before a read gives the
-    parameter a value if it has none; `refresh(record, start, part)` puts a newly written part where the device may already have a copy of it."""
+    parameter a value if it has none; each access waits for the updates that it needs; `refresh(record, start, part)` puts a newly written part
+    where the device may already have a copy of it."""
 
     def __init__(
         self,
         units: list[Unit],
         form: StateForm,
         before: Callable[[Record, bool], None],
+        background: Background,
         refresh: Callable[[Record, int, torch.Tensor], None],
     ) -> None:
         self.units, self.form, self.compute = units, form, DTYPES[form.compute]
-        self._before, self._refresh = before, refresh
+        self._before, self._background, self._refresh = before, background, refresh
         self._generations: dict[int, int] = {}
 
     def parameter_shard(self, record: Record) -> tuple[Shard, int, torch.dtype]:
-        """The shard, the byte where the parameter starts in it, and the dtype stored."""
+        """The shard, the byte where the parameter starts in it, and the dtype stored; updates of what is there are done."""
         unit = self.units[record.unit]
         dtype = DTYPES[unit.layout.flats[record.flat].dtype]
-        return unit.parameters[record.flat], record.offset * dtype.itemsize, dtype
+        shard = unit.parameters[record.flat]
+        if record.trained:
+            for chunk, _ in record.slices:
+                self._background.wait(record.unit, chunk, shard.memory is None)
+        return shard, record.offset * dtype.itemsize, dtype
 
     def _stretches(self, record: Record, first: int = 0, stop: int | None = None) -> Iterator[_Stretch]:
         """Elements [first, stop) of a parameter, chunk by chunk."""
@@ -61,6 +68,7 @@ class State:
         """The shard that has a part of the state, and the byte where the stretch's values of it start."""
         unit = self.units[record.unit]
         assert unit.layout.trained is not None
+        self._background.wait(record.unit, where.chunk, unit.states[where.chunk].memory is None)
         return unit.states[where.chunk], self.form.at(role, unit.layout.trained.chunks[where.chunk].numel, where.at)
 
     def _read_part(self, record: Record, role: str, where: _Stretch, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -73,6 +81,11 @@ class State:
 
     def _write_part(self, record: Record, role: str, where: _Stretch, stored: torch.Tensor) -> None:
         shard, start = self._part(record, role, where)
+        self._write(shard, start, stored)
+
+    def _write(self, shard: Shard, start: int, stored: torch.Tensor) -> None:
+        if shard.memory is None:
+            self._background.drop()
         shard.write(start, stored)
 
     # Parameters and masters
@@ -114,7 +127,7 @@ class State:
     def _write_stored(self, record: Record, first: int, values: torch.Tensor) -> None:
         shard, start, dtype = self.parameter_shard(record)
         stored = values.to(dtype)
-        shard.write(start + first * dtype.itemsize, stored)
+        self._write(shard, start + first * dtype.itemsize, stored)
         self._refresh(record, first, stored)
 
     def _write_master(self, record: Record, where: _Stretch, values: torch.Tensor) -> None:

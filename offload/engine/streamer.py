@@ -172,6 +172,7 @@ class Streamer:
                 self._end_backward()  # a backward that raised
             if not self._calls and torch.is_grad_enabled():
                 self.gradients.new_forward()
+            self.order.computed(self.owners[number])
         self._check(number)
         flats = self._lease(number)
         call = _Call(number, bind(self.entries[number], flats, self.gradients), self.owners[number])
@@ -260,6 +261,7 @@ class Streamer:
         flats = self._lease(number)
         call = _Call(number, bind(self.entries[number], flats, self.gradients), self.owners[number])
         self._calls.append(call)
+        self.order.computed(self.owners[number])
         self._visited(("forward", number))
         try:
             with self._saving():

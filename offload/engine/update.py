@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,41 +16,58 @@ from offload.memory.shard import Shard
 from offload.ops import HYPER, MASTERS, MOMENTS, RULES
 from offload.planner.form import StateForm
 from offload.planner.layout import Slice
-from offload.transfer.frames import FramePool
+from offload.planner.schedule import update_order
 
 _ABSOLUTE, _FRAME = 0, 1
 _Where = tuple[int, int]
 _NOWHERE: _Where = (-1, 0)
 
 
+@dataclass(frozen=True)
+class _Job:
+    """A chunk's job: its number in the pipeline, and the numbers of the parameters it updates."""
+
+    number: int
+    unit: int
+    chunk: int
+    records: tuple[int, ...]
+
+
 class Updates:
-    """The jobs of every chunk, built once; a step picks those with gradients and gives each parameter its hyperparameters."""
+    """The jobs of every chunk, built once; a step picks those with gradients and gives each parameter its hyperparameters.
+
+    `frames`: buffers of `frame_bytes` for chunks that rest on NVMe.
+    """
 
     def __init__(
-        self, units: list[Unit], records: list[Record], form: StateForm, grad: torch.dtype, frames: FramePool | None, seed: int
+        self, units: list[Unit], records: list[Record], form: StateForm, grad: torch.dtype, frames: list[torch.Tensor], frame_bytes: int, seed: int
     ) -> None:
         self._form, self._compute, self._grad = form, DTYPES[form.compute], grad
         self._blank = _blank(records, seed)
-        memory = frames.all if frames else []
-        self.pipeline = _core.Pipeline([f.data_ptr() for f in memory], frames.nbytes if frames else 0, 0, 0, memory)
-        self._jobs: list[tuple[int, bool, tuple[int, ...]]] = []  # (pipeline job, does I/O, record numbers)
+        resting = [s.memory for u in units for s in (*u.parameters, *u.gradients, *u.states) if s.memory is not None]
+        # Updates may run on after a model is dropped, so the pipeline holds what they touch.
+        self.pipeline = _core.Pipeline([f.data_ptr() for f in frames], frame_bytes, 0, 0, [*frames, *resting])
+        self.moves = any(s.memory is None for u in units for s in u.states)  # reading ahead is of use
+        self._chunks = [len(u.states) for u in units]
+        self._jobs: list[_Job] = []
+        self._order: tuple[int, ...] = ()
         of_unit: dict[int, list[Record]] = {}
         for record in records:
             of_unit.setdefault(record.unit, []).append(record)
         for unit in units:
             for chunk in range(len(unit.states)):
                 self._jobs.append(self._job(unit, chunk, of_unit[unit.number]))
-        self._jobs = _interleaved(self._jobs)
 
-    def _job(self, unit: Unit, number: int, records: list[Record]) -> tuple[int, bool, tuple[int, ...]]:
+    def _job(self, unit: Unit, number: int, records: list[Record]) -> _Job:
         trained = unit.layout.trained
         assert trained is not None
         chunk = trained.chunks[number]
         reads: list[Any] = []
+        late: list[Any] = []  # gradients, which are there last
         writes: list[Any] = []
         at = 0
 
-        def place(shard: Shard, start: int, nbytes: int, written: bool, read: bool) -> _Where:
+        def place(shard: Shard, start: int, nbytes: int, written: bool, read: list[Any] | None) -> _Where:
             """Where a stretch of a shard is during the update: in memory, or in the job's frame between a read and a write."""
             nonlocal at
             if shard.memory is not None:
@@ -57,16 +75,16 @@ class Updates:
             assert shard.space is not None and shard.extent is not None
             here, at = at, at + -(-nbytes // 4096) * 4096
             part = (shard.space.native(shard.extent.file), shard.extent.offset + start, here, nbytes)
-            if read:
-                reads.append(part)
+            if read is not None:
+                read.append(part)
             if written:
                 writes.append(part)
             return _FRAME, here
 
         n, size = chunk.numel, self._compute.itemsize
-        state = place(unit.states[number], 0, unit.states[number].nbytes, written=True, read=True)
-        grad = place(unit.gradients[number], 0, unit.gradients[number].nbytes, written=False, read=True)
-        value = place(unit.parameters[0], chunk.start * size, n * size, written=True, read=self._form.value_is_master)
+        state = place(unit.states[number], 0, unit.states[number].nbytes, written=True, read=reads)
+        grad = place(unit.gradients[number], 0, unit.gradients[number].nbytes, written=False, read=late)
+        value = place(unit.parameters[0], chunk.start * size, n * size, written=True, read=reads if self._form.value_is_master else None)
         segments = []
         by_index = {r.slices[0][1].parameter: r for r in records if r.trained and r.slices}
         for piece in chunk.slices:
@@ -74,8 +92,8 @@ class Updates:
             if piece.stop > piece.start:
                 segments.append(self._segment(record, piece, piece.offset - chunk.start, n, state, grad, value))
         codes = MASTERS["split" if self._form.master == "split" else "fp32"], MOMENTS[self._form.moments]
-        job = self.pipeline.add_job(reads, segments, writes, CODES[self._grad], CODES[self._compute], RULES["adam"], *codes)
-        return job, bool(reads or writes), tuple(s[0] for s in segments)
+        job = self.pipeline.add_job(reads, segments, writes, CODES[self._grad], CODES[self._compute], RULES["adam"], *codes, late)
+        return _Job(job, unit.number, number, tuple(s[0] for s in segments))
 
     def _segment(self, record: Record, piece: Slice, at: int, chunk: int, state: _Where, grad: _Where, value: _Where) -> tuple[Any, ...]:
         base, start = state
@@ -87,22 +105,29 @@ class Updates:
         return record.number, piece.stop - piece.start, master, gradient, has["exp_avg"], has["exp_avg_sq"], out, *rest, piece.start
 
     def close(self) -> None:
-        self.pipeline, self._jobs = None, []
+        self.pipeline, self._jobs, self.moves = None, [], False
 
     def hyper(self) -> np.ndarray[Any, Any]:
         """A record a parameter, none active, each with its seed."""
         return self._blank.copy()
 
-    def run(self, hyper: np.ndarray[Any, Any]) -> dict[str, Any]:
-        """Updates every chunk that has an active parameter and waits; raises SwapError. Returns the pipeline's own counters."""
-        active = hyper["active"]
-        jobs = [job for job, _, numbers in self._jobs if any(active[i] for i in numbers)]
-        if not jobs:
-            return {}
-        batch = self.pipeline.submit(jobs, hyper)
-        batch.wait()
-        return dict(batch.stats())
+    def submit(self, hyper: np.ndarray[Any, Any], order: Sequence[int]) -> tuple[Any, list[tuple[int, int]]]:
+        """Starts updating every chunk that has an active parameter, units in `order`: the batch, and the unit and chunk of each of its jobs."""
+        self._arrange(tuple(order))
+        active = hyper["active"].tolist()
+        jobs = [job for job in self._jobs if any(active[i] for i in job.records)]
+        return self.pipeline.submit([job.number for job in jobs], hyper), [(job.unit, job.chunk) for job in jobs]
 
+    def prepare(self, order: Sequence[int]) -> tuple[Any, list[tuple[int, int]]]:
+        """As `submit` of all chunks whose updates are to begin later: as many as find a buffer are read, but for their gradients."""
+        self._arrange(tuple(order))
+        return self.pipeline.prepare([job.number for job in self._jobs]), [(job.unit, job.chunk) for job in self._jobs]
+
+    def _arrange(self, order: tuple[int, ...]) -> None:
+        if order != self._order:
+            jobs = {(job.unit, job.chunk): job for job in self._jobs}
+            self._jobs = [jobs[place] for place in update_order(self._chunks, order)]
+            self._order = order
 
 def _blank(records: list[Record], seed: int) -> np.ndarray[Any, Any]:
     """Inactive hyperparameters. What is rounded at random depends on the run's seed and the parameter's name alone, and on the step."""
@@ -110,13 +135,3 @@ def _blank(records: list[Record], seed: int) -> np.ndarray[Any, Any]:
     for record in records:
         table[record.number]["seed"] = derived_seed(seed, record.name, 0) & 0xFFFFFFFF
     return table
-
-
-def _interleaved(jobs: list[tuple[int, bool, tuple[int, ...]]]) -> list[tuple[int, bool, tuple[int, ...]]]:
-    """Jobs that do I/O spread evenly among those that do not, so that the link is never idle while the cores work, nor they."""
-
-    def spread(part: Iterable[tuple[int, bool, tuple[int, ...]]]) -> list[tuple[float, tuple[int, bool, tuple[int, ...]]]]:
-        part = list(part)
-        return [((i + 0.5) / len(part), job) for i, job in enumerate(part)]
-
-    return [job for _, job in sorted(spread(j for j in jobs if j[1]) + spread(j for j in jobs if not j[1]), key=lambda x: x[0])]

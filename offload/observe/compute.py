@@ -47,13 +47,19 @@ def calls_of(modules: Sequence[tuple[nn.Module, bool]], forward: Callable[[], ob
     """The calls of `modules` (each with whether it is a repeated block) during `forward` of fake tensors, in order."""
     calls: list[Call] = []
 
-    def note(repeated: bool) -> Callable[..., None]:
-        return lambda module, args, kwargs: calls.append(Call(module, repeated, args, {k: v for k, v in kwargs.items() if k not in _TRACED_ONLY}))
+    def noted(module: nn.Module, repeated: bool) -> Callable[..., Any]:
+        run = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            calls.append(Call(module, repeated, args, {k: v for k, v in kwargs.items() if k not in _TRACED_ONLY}))
+            return run(*args, **kwargs)
+
+        return forward
 
     with ExitStack() as stack, torch.no_grad():
         for module, repeated in modules:
-            handle = module.register_forward_pre_hook(note(repeated), with_kwargs=True)
-            stack.callback(handle.remove)
+            module.__dict__["forward"] = noted(module, repeated)
+            stack.callback(module.__dict__.pop, "forward")
         forward()
     return calls
 
@@ -84,19 +90,18 @@ def unit_seconds(call: Call, dtype: torch.dtype, device: torch.device, until: fl
     return statistics.median(f for f, _ in kept), statistics.median(b for _, b in kept)
 
 
-def compute_seconds(calls: Sequence[Call], dtype: torch.dtype, device: torch.device, seconds: float = 5.0) -> Compute:
-    """Seconds of one forward and backward of all calls; measuring takes about `seconds` at the most."""
-    same: dict[Any, list[Call]] = {}
-    for call in calls:
-        same.setdefault(call.kind, []).append(call)
-    forward = backward = again = 0.0
+def compute_seconds(calls: Sequence[Call], dtype: torch.dtype, device: torch.device, seconds: float = 5.0) -> list[Compute]:
+    """Seconds of one forward and backward of each call; measuring takes about `seconds` at the most."""
+    kinds = [call.kind for call in calls]
+    found: dict[Any, Compute] = {}
     end = time.monotonic() + seconds
-    for left, alike in zip(range(len(same), 0, -1), same.values(), strict=True):
-        until = time.monotonic() + max(0.0, end - time.monotonic()) / left
-        f, b = unit_seconds(alike[0], dtype, device, until)
-        forward, backward = forward + len(alike) * f, backward + len(alike) * b
-        again += len(alike) * f if alike[0].repeated else 0.0
-    return Compute(forward, backward, again)
+    count = len({repr(kind) for kind in kinds})
+    for call, kind in zip(calls, kinds, strict=True):
+        if kind not in found:
+            until = time.monotonic() + max(0.0, end - time.monotonic()) / max(1, count - len(found))
+            f, b = unit_seconds(call, dtype, device, until)
+            found[kind] = Compute(f, b, f if call.repeated else 0.0)
+    return [found[kind] for kind in kinds]
 
 
 def timed(call: Callable[[], object], device: torch.device, rounds: int = ROUNDS) -> float:

@@ -46,7 +46,7 @@ class Runtime:
             held["device"] = max(held["device"], peak_rss - base - held["host"])
         else:
             held["device"] = max(held["device"], torch.cuda.max_memory_reserved(e.device.compute))
-        waits = e.update_seconds
+        stalls, pipeline = e.slots.counters.stall_seconds, e.background.seconds()
         return {
             "parameters": e.plan.parameters,
             "state_bytes": e.plan.state_bytes,
@@ -54,11 +54,8 @@ class Runtime:
             "budget_bytes": {t: b.capacity for t, b in e.budgets.items()},
             "peak_bytes": held | {"rss": peak_rss},
             "moved_bytes": {k: v - self._excluded[k] for k, v in self._moved().items()},
-            "stall_seconds": {
-                "fetch": e.slots.counters.stall_seconds["fetch"], "nvme_read": waits.get("read_wait", 0.0),
-                "nvme_write": waits.get("write_wait", 0.0), "update": waits.get("compute", 0.0),
-                **e.activations.counters.stall_seconds,
-            },
+            "stall_seconds": stalls | e.activations.counters.stall_seconds,
+            "update_seconds": {k: pipeline.get(k, 0.0) for k in ("compute", "read_wait", "write_wait")},
             "placement": e.plan.describe(),
             "activations": e.plan.activations,
             "activation_bytes": e.plan.activation_bytes,
@@ -91,13 +88,14 @@ class Runtime:
     def reset_counters(self) -> None:
         """Moved bytes and stalls count from here."""
         self._excluded = self._moved()
-        self._engine.update_seconds.clear()
-        self._engine.slots.counters.stall_seconds["fetch"] = 0.0
-        self._engine.activations.counters.stall_seconds["activation"] = 0.0
+        self._engine.background.reset_seconds()
+        for stalls in (self._engine.slots.counters.stall_seconds, self._engine.activations.counters.stall_seconds):
+            stalls.update(dict.fromkeys(stalls, 0.0))
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """What moves inside is left out of `moved_bytes`."""
+        self._engine.synchronize()
         before = self._moved()
         try:
             yield

@@ -34,11 +34,14 @@ class Adam(torch.optim.Optimizer):
 
     Param groups, schedulers, `step(closure)`, `state_dict` and `load_state_dict` are torch's. `state[p]` has `step` (fp32 scalar), `exp_avg` and
     `exp_avg_sq` (at rest; they read as fp32, and are rounded to `Precision(moments=...)` when written). A step in which a gradient is not finite
-    is skipped whole and warned of; `skipped` counts them. `foreach` and `fused` choose among torch's kernels and change nothing here.
+    is skipped whole and warned of; `skipped` counts them. `torch.amp.GradScaler` works unchanged, and moves no gradient: the update unscales, and
+    the norms tell what is not finite; a step that it finds so is skipped without a warning. `foreach` and `fused` choose among torch's kernels and
+    change nothing here.
     ConfigError for `amsgrad`, `capturable` and `differentiable`.
     """
 
     skipped = 0
+    _step_supports_amp_scaling = True  # GradScaler then leaves `grad_scale` and `found_inf` here for the time of a step
 
     def __init__(
         self, params: _Params, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
@@ -70,6 +73,7 @@ class Adam(torch.optim.Optimizer):
                 loss = closure()
         with torch.no_grad():
             chosen = self._with_gradients()
+            self._unscale(chosen)
             if self._all_finite(chosen):
                 for engine, part in chosen.items():
                     self._update(engine, part)
@@ -90,16 +94,26 @@ class Adam(torch.optim.Optimizer):
             engine.gradients.adopt([record for record, _ in part])
         return chosen
 
+    def _unscale(self, chosen: dict[Engine, list[tuple[Record, _Group]]]) -> None:
+        """Gradients read without the loss scale from here on, as after torch's own step."""
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            factor = float(torch.as_tensor(scale).double().reciprocal().float())  # GradScaler.unscale_ rounds so
+            for engine, part in chosen.items():
+                engine.gradients.scale((record for record, _ in part), factor)
+
     def _all_finite(self, chosen: dict[Engine, list[tuple[Record, _Group]]]) -> bool:
         """Whether all gradients are, whichever model they are of; else the step is counted as skipped."""
+        told = bool(getattr(self, "found_inf", 0))
         found = (engine.not_finite(record for record, _ in part) for engine, part in chosen.items())
-        bad = next((record for record in found if record is not None), None)
-        if bad is None:
+        bad = None if told else next((record for record in found if record is not None), None)
+        if bad is None and not told:
             return True
         self.skipped += 1
         for engine in chosen:
             engine.skipped += 1
-        warnings.warn(f"step skipped: the gradient of {bad.name} is not finite; no parameter was changed", RuntimeWarning, stacklevel=4)
+        if bad is not None:
+            warnings.warn(f"step skipped: the gradient of {bad.name} is not finite; no parameter was changed", RuntimeWarning, stacklevel=4)
         return False
 
     def _update(self, engine: Engine, part: list[tuple[Record, _Group]]) -> None:

@@ -27,7 +27,7 @@ MODES: dict[Activations, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Boundaries:
-    """The tier where boundaries rest (None: they stay on the device), bytes by repeated unit in whole pages, and buffers on the way to nvme."""
+    """The tier where boundaries rest (None: they stay on the device), bytes by unit in whole pages, and buffers on the way to nvme."""
 
     tier: str | None = None
     sizes: tuple[int, ...] = ()
@@ -77,8 +77,7 @@ def boundaries(units: Sequence[UnitSpec], batch: Batch | None, compute: str, mod
         return STAY
     if batch is None:
         return Boundaries(mode)
-    nbytes = (DTYPE_BYTES[compute] * batch.total * width(u) for u in units if u.repeated)
-    sizes = tuple(round_up(n, PAGE) for n in nbytes if n)
-    if mode == "host" or not sizes:
+    sizes = tuple(round_up(DTYPE_BYTES[compute] * batch.total * width(u), PAGE) if u.repeated else 0 for u in units)
+    if mode == "host" or not any(sizes):
         return Boundaries(mode, sizes)
     return Boundaries(mode, sizes, STAGING_BUFFERS, min(STAGING_MOST, max(sizes)))

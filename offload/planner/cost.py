@@ -8,10 +8,12 @@ write / W and (read + write) / X.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from offload.planner.layout import DTYPE_BYTES
 from offload.planner.placement import Plan, chunks_of
+from offload.planner.schedule import Speeds
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,9 @@ class Compute:
     def total(self) -> float:
         return self.forward + self.backward
 
+    def __add__(self, other: Compute) -> Compute:
+        return Compute(self.forward + other.forward, self.backward + other.backward, self.again + other.again)
+
 
 def nvme_seconds(read: float, write: float, rates: Rates) -> float:
     """The least time in which the drives read and write so many bytes."""
@@ -83,6 +88,16 @@ def bound(compute: Compute, traffic: Traffic, rates: Rates) -> tuple[float, str]
     seconds = parts(compute, traffic, rates)
     link = max(seconds, key=lambda name: seconds[name])
     return seconds[link], link
+
+
+def speeds(traffic: Traffic, rates: Rates) -> Speeds:
+    """What each link does while all that uses it runs: a drive that reads and writes divides its mixed rate between them as they need it."""
+    read = write = math.inf
+    moved = traffic.nvme_read + traffic.nvme_write
+    if rates.read is not None and rates.write is not None and rates.mixed is not None and moved:
+        read = min(rates.read, max(1.0, rates.mixed * traffic.nvme_read / moved))
+        write = min(rates.write, max(1.0, rates.mixed * traffic.nvme_write / moved))
+    return Speeds(rates.h2d or math.inf, rates.d2h or math.inf, read, write, rates.updates)
 
 
 def traffic_of(plan: Plan, *, direct: bool, accumulate: int = 1) -> Traffic:

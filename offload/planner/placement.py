@@ -23,6 +23,7 @@ from offload.planner.boundaries import AWAY, STAY, UNKNOWN_SHARE, Boundaries, bo
 from offload.planner.fill import ROLES, TIERS, Filled, Load, Room, Runs, Short, Sizes, fill, fixed_bytes, moved, sizes_of
 from offload.planner.form import StateForm
 from offload.planner.layout import DTYPE_BYTES, Chunk, UnitLayout, UnitSpec, lay_out_all, round_up
+from offload.planner.staging import Staging, share_out
 
 CHUNKS = tuple((1 << 20) >> i for i in range(7))  # elements a chunk, largest first
 FRAMES_MOST, FRAMES_LEAST = 8, 3
@@ -83,6 +84,10 @@ class Plan:
             "host": self.resting["host"] + self.frames * self.frame_bytes + self.boundaries.by_tier["host"],
             "nvme": self.resting["nvme"] + self.boundaries.by_tier["nvme"],
         }
+
+    @cached_property
+    def staging(self) -> Staging:
+        return share_out(self.frames, self.frame_bytes, self.layouts)
 
     @property
     def recomputes(self) -> bool:
@@ -177,7 +182,7 @@ def nvme_extents(plan: Plan) -> Iterator[int]:
         yield from (gradient_chunk_bytes(c, plan.grad) for c, tier in zip(chunks, plan.gradient[u], strict=True) if tier == "nvme")
         yield from (plan.form.record_bytes(c.numel) for c, tier in zip(chunks, plan.state[u], strict=True) if tier == "nvme")
     if plan.boundaries.tier == "nvme":
-        yield from plan.boundaries.sizes
+        yield from (n for n in plan.boundaries.sizes if n)
 
 
 @dataclass(frozen=True)
@@ -296,6 +301,9 @@ class _Search:
         resting_most = max(0, device - work.total) // request.share if request.capacities.rests else 0
         self._boundaries = away = boundaries(request.units, request.batch, request.compute, mode)
         host = request.capacities.host - away.by_tier["host"]
+        if away.nbytes and work.total > device:
+            self.refusals.append(_Refusal("device", demand.budget_for(work.total - work.slack), work, ()))
+            return
         if host < 0:
             self.refusals.append(_Refusal("host", away.by_tier["host"] + request.fixed("host"), work, (), away))
             return

@@ -24,6 +24,8 @@ from offload.observe import adam, measure, profile
 from offload.observe.compute import calls_of, compute_seconds, timed
 from offload.planner import cost
 from offload.planner.cost import Compute, Rates, Traffic
+from offload.planner.placement import Plan
+from offload.planner.schedule import Work, schedule
 from offload.train import loss, model
 
 MIB = 1 << 20
@@ -35,33 +37,52 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a machine can do for a run: seconds of one micro-batch's compute, and rates."""
+    """What a machine can do for a run: seconds of one micro-batch's compute by unit, the order in which a forward uses them, and rates."""
 
-    compute: Compute
+    units: tuple[Compute, ...]
+    order: tuple[int, ...]
     rates: Rates
 
-    def figures(self, traffic: Traffic, *, recompute: bool, accumulate: int) -> dict[str, Any]:
+    def bound(self, traffic: Traffic, *, recompute: bool, accumulate: int) -> dict[str, Any]:
         """`bound_step_seconds` and `limiting_link` of a step that moves `traffic`."""
-        seconds, link = cost.bound(self.compute.of_step(recompute, accumulate), traffic, self.rates)
+        compute = sum(self.units, Compute(0.0, 0.0)).of_step(recompute, accumulate)
+        seconds, link = cost.bound(compute, traffic, self.rates)
         return {"bound_step_seconds": seconds, "limiting_link": link}
 
+    def predicted(self, plan: Plan, *, direct: bool, accumulate: int) -> float:
+        """Seconds of a step by the schedule that the runtime keeps."""
+        compute = [unit.of_step(plan.recomputes, accumulate) for unit in self.units]
+        work = [Work(unit.forward, unit.backward) for unit in compute]
+        traffic = cost.traffic_of(plan, direct=direct, accumulate=accumulate)
+        return schedule(plan, self.order, cost.speeds(traffic, self.rates), work, direct).seconds
 
-def model_compute(model_config: Any, config: RunConfig, in_chunks: bool, device: torch.device) -> Compute:
-    """Seconds of a micro-batch's forward, loss and backward, not recomputed; see observe/compute.py."""
+
+def model_compute(model_config: Any, config: RunConfig, in_chunks: bool, device: torch.device) -> tuple[tuple[Compute, ...], tuple[int, ...]]:
+    """Seconds of a micro-batch's forward and backward by unit, not recomputed, and the units in order of use; see observe/compute.py.
+
+    The loss counts with the unit that is used last. What a unit's module does around others that it encloses does not count.
+    """
     shape = (config.data.batch_size, config.data.seq_length)
     with FakeTensorMode():
         whole: Any = model.build(model_config, "cpu")
         found = discover(whole, "auto")
-        tops = {id(f.modules[0]) for f in found}
+        tops = {id(f.modules[0]): number for number, f in enumerate(found)}
         innermost = [f for f in found if not any(id(m) in tops for m in f.modules[0].modules() if m is not f.modules[0])]
         ids = torch.zeros(shape, dtype=torch.int64)
         called = whole.base_model if in_chunks else whole
         calls = calls_of([(f.modules[0], f.repeated) for f in innermost], lambda: called(input_ids=ids, use_cache=False))
     dtype = DTYPES[config.precision.compute]
-    units = compute_seconds(calls, dtype, device)
+    units = [Compute(0.0, 0.0)] * len(found)
+    order: dict[int, None] = {}
+    for call, seconds in zip(calls, compute_seconds(calls, dtype, device), strict=True):
+        number = tops[id(call.module)]
+        units[number] += seconds
+        order[number] = None
+    order |= dict.fromkeys(range(len(found)))
     text = model_config.get_text_config()
-    of_loss = _loss_seconds((*shape, int(text.hidden_size), int(text.vocab_size)), in_chunks, dtype, device)
-    return Compute(units.forward + of_loss, units.backward, units.again)
+    sizes = (*shape, int(text.hidden_size), int(text.vocab_size))
+    units[next(reversed(order))] += Compute(_loss_seconds(sizes, in_chunks, dtype, device), 0.0)
+    return tuple(units), tuple(order)
 
 
 def _loss_seconds(sizes: tuple[int, int, int, int], in_chunks: bool, dtype: torch.dtype, device: torch.device) -> float:
@@ -138,6 +159,7 @@ def _update_rate(tiers: Tiers, precision: Precision) -> float:
 def estimate(model_config: Any, config: RunConfig, in_chunks: bool, device: torch.device) -> Estimate:
     """Measures compute, and what the machine's profile does not have."""
     try:
-        return Estimate(model_compute(model_config, config, in_chunks, device), machine_rates(config.tiers_value(), config.precision_value(), device))
+        units, order = model_compute(model_config, config, in_chunks, device)
+        return Estimate(units, order, machine_rates(config.tiers_value(), config.precision_value(), device))
     finally:
         _core.trim()

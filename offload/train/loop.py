@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -67,6 +68,9 @@ class Trainer:
     def __init__(self, config: RunConfig, directory: RunDirectory, reporter: Reporter, metrics: MetricsWriter) -> None:
         self._config, self._directory, self._reporter, self._metrics = config, directory, reporter, metrics
         self._device = compute_device(config.train.device)
+        self._scaled = "fp16" in (config.precision.compute, config.precision.grad)
+        self._scaler = torch.amp.GradScaler("cuda" if self._device == "cuda" else "cpu", enabled=self._scaled)
+        self._said_small = False
         self._records: list[dict[str, Any]] = []
         self._pending: tuple[dict[str, Any], float] | None = None  # the step whose seconds are not known yet, and its start
 
@@ -76,7 +80,7 @@ class Trainer:
         model_config = model.load_config(config.model)
         vocab_size = int(model_config.get_text_config().vocab_size)
         wait = closing.enter_context(_sequences(config, vocab_size, self._directory.path))
-        toy = model.Toy(model_config)
+        toy = model.Toy(model_config, torch.float16 if config.precision.compute == "fp16" else torch.bfloat16)
         base.measure(toy.step)
         self._source, self._held_out, self._held_out_count = wait()
         if not self._held_out_count and data.eval_sequences:
@@ -97,6 +101,7 @@ class Trainer:
             seed=config.train.seed,
         )
         self._runtime: Any = offload.runtime(self._model)
+        self._predicted = self._prediction()
         closing.callback(self._runtime.close)
         if config.model.path is not None:
             offload.load_pretrained(self._model, config.model.path)
@@ -105,6 +110,8 @@ class Trainer:
         self._optimizer: Any = kind(
             self._model.parameters(), lr=chosen.lr, betas=(chosen.betas[0], chosen.betas[1]), eps=chosen.eps, weight_decay=chosen.weight_decay
         )
+        if config.precision.compute == "fp16" and self._device != "cuda":
+            self._reporter.note("fp16 on a CPU is for trials: most have no fp16 arithmetic, and bf16 is several times as fast")
         self._head: nn.Linear | None = loss.plain_head(self._model) if toy.in_chunks else None
         if self._head is None:
             why = f" (a small model of the kind: {toy.trouble})" if toy.trouble else ""
@@ -117,6 +124,14 @@ class Trainer:
         except Exception as error:  # of any kind: what a model's code does with one block alone is its own
             self._reporter.note(f"the bound of a step is not known: {type(error).__name__}: {error}")
             return None
+
+    def _prediction(self) -> float | None:
+        """Seconds that a step will take by the plan's schedule."""
+        if self._estimate is None:
+            return None
+        seconds = self._estimate.predicted(self._runtime.plan, direct=self._device == "cpu", accumulate=self._config.data.accumulate)
+        self._reporter.note(f"a step is expected to take {seconds:.2f} s")
+        return seconds
 
     def run(self, stopped: Callable[[], bool]) -> dict[str, Any]:
         """Trains until the last step or until `stopped()`; returns the summary, which is written too."""
@@ -151,6 +166,14 @@ class Trainer:
         ids = micro_batch(source, step, micro, batch_size=self._config.data.batch_size, accumulate=accumulate)
         return torch.from_numpy(ids).to("cuda" if self._device == "cuda" else "cpu")
 
+    def _loss_scale(self) -> float:
+        """What the loss is multiplied by: 1 without fp16."""
+        scale = float(self._scaler.scale(torch.ones((), device="cuda" if self._device == "cuda" else "cpu")))
+        if scale < 1 and not self._said_small:
+            self._said_small = True
+            self._reporter.note("the loss scale fell below 1: gradients overflow fp16 whatever it is; lower the rate, or compute in bf16")
+        return scale
+
     def _step(self, step: int) -> None:
         config, accumulate = self._config, self._config.data.accumulate
         start = time.perf_counter()
@@ -163,20 +186,27 @@ class Trainer:
             group["lr"] = rate
 
         # gradients
+        loss_scale = self._loss_scale()
         total = 0.0
         for micro in range(accumulate):
-            value = self._loss(self._ids(self._source, step, micro, accumulate), 1 / accumulate)
+            value = self._loss(self._ids(self._source, step, micro, accumulate), loss_scale / accumulate)
             torch.autograd.backward(value)
-            total += float(value.detach())
+            total += float(value.detach()) / loss_scale
 
         # update
-        norm = offload.clip_grad_norm_(self._model, chosen.clip) if chosen.clip is not None else None
-        self._optimizer.step()
+        norm = None
+        if chosen.clip is not None:
+            self._scaler.unscale_(self._optimizer)
+            total_norm = float(offload.clip_grad_norm_(self._model, chosen.clip))
+            norm = total_norm if math.isfinite(total_norm) else None  # JSON has no infinity
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
         self._optimizer.zero_grad()
 
         tokens = accumulate * config.data.batch_size * config.data.seq_length
-        record = {"step": step + 1, "loss": total, "lr": rate, "grad_norm": None if norm is None else float(norm), "tokens": tokens}
-        self._pending = (record | {"tier_bytes": self._runtime.tier_bytes(), "skipped": int(self._optimizer.skipped)}, start)
+        record = {"step": step + 1, "loss": total, "lr": rate, "grad_norm": norm, "tokens": tokens}
+        record |= {"loss_scale": loss_scale if self._scaled else None, "skipped": int(self._optimizer.skipped)}
+        self._pending = (record | {"tier_bytes": self._runtime.tier_bytes()}, start)
 
     def _finish_step(self, now: float) -> None:
         """A step lasts until the next one starts: only then is its record whole."""
@@ -224,7 +254,7 @@ class Trainer:
             "tokens_per_second": tokens / sum(seconds) if seconds else None,
             "interrupted": interrupted,
             "digest": digest,
-            "predicted_step_seconds": None,
+            "predicted_step_seconds": self._predicted,
             **self._bound(counters["moved_bytes"]),
             **counters,
             "version": offload.__version__,
@@ -237,7 +267,7 @@ class Trainer:
             return dict.fromkeys(("bound_step_seconds", "limiting_link"))
         plan = self._runtime.plan
         links = {link: moved[link] // len(self._records) for link in ("nvme_read", "nvme_write", "h2d", "d2h")}
-        return self._estimate.figures(
+        return self._estimate.bound(
             Traffic(**links, updated=plan.trained), recompute=plan.recomputes, accumulate=self._config.data.accumulate
         )
 

@@ -5,6 +5,7 @@ The logits of T tokens over a vocabulary V take 4TV bytes and more, several time
 `CHUNK` tokens at a time: their loss and its gradient are worked out in the forward pass (as in Liger's fused linear cross entropy,
 arXiv:2410.10989). The gradient of the logits is kept in the compute dtype for `GROUP_SHARE` of as many tokens as the model is wide, so that
 the weight's gradient is rounded once per group and not once per chunk, and the two together never exceed 1.5 times the weight.
+A loss scale for fp16 must be part of `scale`: it then enters while gradients are fp32, before they are narrowed.
 All sizes follow from the model's shape alone, so that the bits are the same at every placement.
 """
 

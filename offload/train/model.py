@@ -122,13 +122,13 @@ class Toy:
     After `step()`: `in_chunks`, whether the loss can be taken in chunks; `trouble`, what went wrong with the toy, empty if nothing did.
     """
 
-    def __init__(self, config: Any) -> None:
-        self._config = config
+    def __init__(self, config: Any, narrow: torch.dtype = torch.bfloat16) -> None:
+        self._config, self._narrow = config, narrow
         self.in_chunks = False
         self.trouble = ""
 
     def step(self) -> None:
-        """Trains toys in fp32 and in bf16, plain and prepared. An architecture of which no toy can be made has its loss taken whole."""
+        """Trains toys in fp32 and in `narrow`, plain and prepared. An architecture of which no toy can be made has its loss taken whole."""
         toy = toy_config(self._config)
         if toy is None:
             self.trouble = "its sizes cannot be changed"
@@ -143,7 +143,7 @@ class Toy:
     def _train(self, toy: Any) -> None:
         plain = False
         ids = torch.arange(64)[None] % toy.vocab_size
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (torch.float32, self._narrow):
             model = build(toy, "cpu", dtype)
             torch.autograd.backward(loss.full_causal_loss(model, ids))
             torch.optim.AdamW(model.parameters(), lr=1e-4).step()

@@ -22,8 +22,10 @@ def occupancy(now: Mapping[str, int], budget: Mapping[str, int]) -> str:
 def describe(record: Mapping[str, Any]) -> str:
     """The figures of a step in one line."""
     norm = "" if record["grad_norm"] is None else f"  norm {record['grad_norm']:.3g}"
+    scale = "" if record.get("loss_scale") is None else f"  scale {record['loss_scale']:g}"
     skipped = f"  skipped {record['skipped']}" if record["skipped"] else ""
-    return f"loss {record['loss']:.4f}  lr {record['lr']:.2e}{norm}  {record['seconds']:.2f} s  {record['tokens_per_second']:.0f} tok/s{skipped}"
+    speed = f"{record['seconds']:.2f} s  {record['tokens_per_second']:.0f} tok/s"
+    return f"loss {record['loss']:.4f}  lr {record['lr']:.2e}{norm}  {speed}{scale}{skipped}"
 
 
 class Reporter:

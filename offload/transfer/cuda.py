@@ -68,7 +68,7 @@ class CudaDevice(Device):
     def memory(self, nbytes: int) -> Arena:
         return CudaArena(nbytes, self.compute)
 
-    def fetch(self, copies: Sequence[Copy], frames: FramePool | None) -> Transfer:
+    def fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None]) -> Transfer:
         free = torch.cuda.Event()
         free.record(torch.cuda.current_stream(self.compute))  # the slot's last readers are on the compute stream
         arrived = torch.cuda.Event()
@@ -78,6 +78,7 @@ class CudaDevice(Device):
             self._copy_in.synchronize()  # the staging buffer is used again
 
         def run() -> None:
+            ready()
             with torch.cuda.stream(self._copy_in):
                 self._copy_in.wait_event(free)
                 for copy in copies:

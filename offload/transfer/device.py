@@ -66,8 +66,8 @@ class Device(ABC):
         """An arena of device memory."""
 
     @abstractmethod
-    def fetch(self, copies: Sequence[Copy], frames: FramePool | None) -> Transfer:
-        """Starts the copies; after the transfer's wait() what is computed sees them."""
+    def fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None]) -> Transfer:
+        """Starts the copies, once `ready()` has returned; after the transfer's wait() what is computed sees them."""
 
     @abstractmethod
     def send(self, source: torch.Tensor, land: Landing) -> Transfer:
@@ -108,7 +108,8 @@ class Device(ABC):
 
 def _pieces(copy: Copy, frame_bytes: int) -> list[tuple[int, int]]:
     """(first element, elements) of each part of a copy that fits a staging buffer."""
-    most = frame_bytes // copy.dtype.itemsize // 4096 * 4096
+    most = frame_bytes // copy.dtype.itemsize
+    most = most // 4096 * 4096 or most
     n = copy.target.numel()
     return [(i, min(most, n - i)) for i in range(0, n, most)]
 
@@ -159,7 +160,8 @@ class CpuDevice(Device):
     def memory(self, nbytes: int) -> Arena:
         return Arena("device", nbytes)
 
-    def fetch(self, copies: Sequence[Copy], frames: FramePool | None) -> Transfer:
+    def fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None]) -> Transfer:
+        ready()
         parts: list[Transfer] = []
         for copy in copies:
             if copy.shard.memory is not None:
@@ -198,11 +200,12 @@ class SimDevice(Device):
     def memory(self, nbytes: int) -> Arena:
         return Arena("device", nbytes)
 
-    def fetch(self, copies: Sequence[Copy], frames: FramePool | None) -> Transfer:
+    def fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None]) -> Transfer:
         for copy in copies:
             copy.target.view(-1).view(torch.uint8).fill_(0xFF)  # NaN: computing before the copy arrived shows
 
         def run() -> None:
+            ready()
             for copy in copies:
                 if copy.shard.memory is not None:
                     copy.target.view(-1).copy_(_host_view(copy))

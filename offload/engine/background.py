@@ -1,0 +1,187 @@
+"""Updates under way.
+
+[Note: updates under the forward]
+`step()` submits its updates and returns. Whoever then touches what an update touches waits for that chunk's job, and for no other: a fetch, and
+whoever reads or writes a value, for its update, or for its write-back where the value rests on NVMe; a gradient that lands, for the update that
+still reads the earlier one. Jobs run in C++ and wait for nothing that Python holds, so a wait always ends. A job that failed fails every wait
+for it; no job runs after it.
+
+[Note: reading ahead]
+From the start of a backward on, what the next updates need besides gradients is read into free buffers, the first units' first. Who writes to
+what rests on NVMe drops what was read ahead; the next backward, or the step itself, reads again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from offload.engine.record import Unit
+from offload.engine.update import Updates
+from offload.errors import SwapError
+
+STEPS_MOST = 2  # steps whose write-backs may be under way
+
+
+@dataclass
+class _Job:
+    """The newest job of a chunk. `updated`: known to be."""
+
+    batch: Any
+    index: int
+    updated: bool = False
+
+
+class Background:
+    """The jobs of all steps that may not be done, by unit and chunk."""
+
+    def __init__(self, units: Sequence[Unit], updates: Updates) -> None:
+        self._units, self._updates = units, updates
+        self._jobs: list[dict[int, _Job]] = [{} for _ in units]
+        self._batches: deque[Any] = deque()
+        self._prepared: tuple[Any, list[tuple[int, int]]] | None = None
+        self._dropped: Any = None
+        self._seconds: dict[str, float] = {}
+        self._error: SwapError | None = None
+        self._told = False
+
+    def start(self, hyper: np.ndarray[Any, Any], order: Sequence[int]) -> None:
+        """Submits the updates of one step, those of units that are computed first before others. `hyper` is copied."""
+        while len(self._batches) >= STEPS_MOST:
+            self._retire()
+        if self._prepared is not None:
+            (batch, places), self._prepared = self._prepared, None
+            self._updates.pipeline.begin(batch, hyper)
+        else:
+            batch, places = self._updates.submit(hyper, order)
+        self._batches.append(batch)
+        for index, (unit, chunk) in enumerate(places):
+            self._jobs[unit][chunk] = _Job(batch, index)
+        self.check()
+
+    def read_ahead(self, order: Sequence[int]) -> None:
+        """Starts reading for the next step's updates, unless that was done. See [Note: reading ahead]."""
+        while self._batches and self._batches[0].done and not self._batches[0].failed:
+            self._retire()
+        if self._prepared is None and self._updates.moves and len(self._batches) < STEPS_MOST:
+            self._prepared = self._updates.prepare(order)
+
+    def drop(self) -> None:
+        """Gives up what was read ahead; returns when nothing is being read. SwapError if it failed."""
+        if self._prepared is not None:
+            (self._dropped, _), self._prepared = self._prepared, None
+            self._updates.pipeline.cancel(self._dropped)
+        if self._dropped is not None:
+            self._dropped.wait()
+            self._dropped = None
+
+    def wait(self, unit: int, chunk: int, written: bool, tell: bool = True) -> None:
+        """Returns when a chunk is updated (or `written` back too). SwapError if it cannot be; unless `tell`, the caller may keep it to itself."""
+        job = self._jobs[unit].get(chunk)
+        if job is None or (job.updated and not written):
+            return
+        try:
+            job.batch.wait_job(job.index, written)
+        except SwapError as error:
+            if job.batch.reached(job.index, written):  # else a device is stuck, and may yet come round
+                self._error, self._told = error, self._told or tell
+            raise
+        job.updated = True
+        if written and self._jobs[unit].get(chunk) is job:
+            del self._jobs[unit][chunk]
+
+    def let_go(self, unit: int, chunk: int) -> None:
+        """Returns when no update reads the chunk's gradient any more, whatever became of it."""
+        job = self._jobs[unit].get(chunk)
+        try:
+            self.wait(unit, chunk, False, tell=False)
+        except SwapError:
+            if job is None or not job.batch.reached(job.index, False):
+                raise
+
+    def wait_unit(self, unit: int, tell: bool = True) -> None:
+        """Returns when the unit's parameters are, where they rest, what they are to be."""
+        written = self._must_be_written(unit)
+        for chunk in list(self._jobs[unit]):
+            self.wait(unit, chunk, written, tell)
+
+    def ready(self, unit: int) -> bool:
+        """Whether `wait_unit` would not wait."""
+        written = self._must_be_written(unit)
+        return all((j.updated and not written) or j.batch.reached(j.index, written) for j in list(self._jobs[unit].values()))
+
+    def _must_be_written(self, unit: int) -> bool:
+        return bool(self._jobs[unit]) and self._units[unit].parameters[0].memory is None
+
+    def synchronize(self) -> None:
+        """Returns when nothing is under way. SwapError if any of it failed."""
+        while self._batches:
+            self._retire()
+        self.check()
+        for jobs in self._jobs:
+            jobs.clear()
+
+    def check(self) -> None:
+        """Raises the error that ended an earlier step, if it is known by now."""
+        if self._error is None and any(b.failed for b in self._batches):
+            while self._error is None:
+                self._retire(raising=False)
+        if self._error is not None:
+            self._told = True
+            raise self._error.with_traceback(None)
+
+    def finish(self) -> None:
+        """As `synchronize`; an error that the user was told of is not raised once more."""
+        while self._batches:
+            self._retire(raising=False)
+        if not self._told:
+            self.check()
+
+    def replace(self, updates: Updates) -> None:
+        """From now on these are the jobs. Nothing is under way or read ahead."""
+        self._updates = updates
+
+    def hyper(self) -> np.ndarray[Any, Any]:
+        """A record (ops.HYPER) for each parameter, none active."""
+        return self._updates.hyper()
+
+    def close(self) -> None:
+        self._updates.close()
+        self._prepared = self._dropped = None
+        self._batches.clear()
+        self._jobs = [{} for _ in self._units]
+
+    def seconds(self) -> dict[str, float]:
+        """What the pipeline did so far: seconds read_wait, write_wait, compute; bytes_read, bytes_written."""
+        total = dict(self._seconds)
+        for batch in list(self._batches):
+            _add(total, batch)
+        return total
+
+    def reset_seconds(self) -> None:
+        under_way: dict[str, float] = {}
+        for batch in self._batches:
+            _add(under_way, batch)
+        self._seconds = {key: -value for key, value in under_way.items()}
+
+    def _retire(self, raising: bool = True) -> None:
+        batch = self._batches[0]
+        try:
+            batch.wait()
+        except SwapError as error:
+            if not batch.done:
+                raise
+            self._error = error
+        self._batches.popleft()
+        _add(self._seconds, batch)
+        if raising:
+            self.check()
+
+
+def _add(total: dict[str, float], batch: Any) -> None:
+    for key, value in batch.stats().items():
+        total[key] = total.get(key, 0.0) + value

@@ -1,0 +1,259 @@
+"""What happens when in a step: the order that the runtime keeps, and the times that the links' speeds make of it. Pure.
+
+[Note: order of a step]
+Updates come in the order in which a forward uses parameters: `update_order`. From the start of a backward on, what the first of them need of NVMe,
+gradients aside, is read, as many as there are buffers: `read_early`. step() waits for every gradient, as the norm needs them all. A unit's forward
+waits for its own updates; its gradients wait for the updates that read the last ones; a read waits for the write-back of the chunk that had the
+buffer before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from offload.planner.layout import DTYPE_BYTES, Chunk
+from offload.planner.placement import Plan, chunks_of, gradient_chunk_bytes
+from offload.planner.timeline import Timeline
+
+Place = tuple[int, int]  # a unit, and a chunk of its trained flat
+STEPS = 4  # simulated, the last of which is steady
+KINDS = ("fetch", "forward", "backward", "release", "gradient", "boundary", "step", "read", "update", "write")
+
+
+class _Task(NamedTuple):
+    number: int
+    kind: str
+    unit: int
+    chunk: int
+    step: int
+    after: tuple[int, ...]
+    staging: int
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Bytes a second of each link while all that uses it runs, and trained elements a second that are updated. Infinite: of no account."""
+
+    h2d: float = math.inf
+    d2h: float = math.inf
+    nvme_read: float = math.inf
+    nvme_write: float = math.inf
+    update: float = math.inf
+
+
+@dataclass(frozen=True)
+class Work:
+    """A unit's seconds of compute."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happens to a unit (-1: to all), or to one of its chunks (-1: to the whole).
+
+    It starts at `start` seconds after the step before ended, `earliest` where its link is free. `staging`: bytes that it takes of the buffers; a
+    "read" keeps them until its chunk's "write" ends, others to their own end.
+    """
+
+    kind: str
+    unit: int
+    chunk: int
+    earliest: float
+    start: float
+    end: float
+    staging: int = 0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One of many steps that are alike, `seconds` long: its forward and backward, and the updates of the step before."""
+
+    events: tuple[Event, ...]
+    updates: tuple[Place, ...]
+    early: tuple[Place, ...]
+    seconds: float
+
+    def of(self, kind: str) -> list[Event]:
+        return [e for e in self.events if e.kind == kind]
+
+    def staging_peak(self) -> int:
+        """The most bytes that reads and writes of chunks hold at once."""
+        written = {(e.unit, e.chunk): e.end for e in self.of("write")}
+        changes = [(e.start, e.staging) for e in self.of("read")] + [(written[e.unit, e.chunk], -e.staging) for e in self.of("read")]
+        held = most = 0
+        for _, change in sorted(changes):
+            held += change
+            most = max(most, held)
+        return most
+
+
+def update_order(chunks: Sequence[int], forward: Sequence[int]) -> tuple[Place, ...]:
+    """Every chunk of every unit, given each unit's number of chunks and the order in which a forward uses units."""
+    return tuple((unit, chunk) for unit in forward for chunk in range(chunks[unit]))
+
+
+def read_early(updates: Sequence[Place], plan: Plan) -> tuple[Place, ...]:
+    """Those of the updates whose states are read before step(): as many of those that need a buffer as there are."""
+    return tuple(p for p in updates if _needs_buffer(plan, p))[: plan.staging.updates]
+
+
+def _needs_buffer(plan: Plan, place: Place) -> bool:
+    unit, chunk = place
+    return "nvme" in (plan.state[unit][chunk], plan.gradient[unit][chunk], plan.parameter[unit])
+
+
+class _Builder:
+    """Adds the tasks of several steps to a timeline."""
+
+    def __init__(self, plan: Plan, forward: Sequence[int], speeds: Speeds, work: Sequence[Work], direct: bool) -> None:
+        self.plan, self.forward, self.speeds, self.work, self.direct = plan, list(forward), speeds, work, direct
+        self.timeline = Timeline()
+        self.tasks: list[_Task] = []
+        self.steps: list[int] = []  # the tasks that end them
+        self.updates = update_order([len(chunks_of(u)) for u in plan.layouts], forward)
+        self.early = set(read_early(self.updates, plan))
+        self._updated: dict[Place, tuple[int, int]] = {}  # the last update of a chunk, and the last write of its state
+        self._writes: list[int] = []  # of chunks that took a buffer, in the order in which they did
+        self._compute: list[int] = []
+        self._landed: list[int] = []
+        self._visits: list[int] = []  # of this step
+        self._left: dict[int, list[int]] = {}  # by unit, what ends the way out of its boundary
+
+    def task(self, kind: str, unit: int, chunk: int, lane: str, seconds: float, after: list[int], staging: int = 0, early: bool = False) -> int:
+        number = self.timeline.add(lane, seconds, after)
+        step = len(self.steps) + (1 if early else 0)
+        self.tasks.append(_Task(number, kind, unit, chunk, step, tuple(after), staging))
+        return number
+
+    def step(self) -> None:
+        """A forward, a backward, and the updates that follow."""
+        self._visits = []
+        for unit in self.forward:
+            self._visit("forward", unit)
+        early = {p: self._read(p, self._compute) for p in self.updates if p in self.early}
+        for unit in reversed(self.forward):
+            self._visit("backward", unit)
+            self._gradients(unit)
+        end = self.task("step", -1, -1, "compute", 0.0, [*self._compute, *self._landed])
+        self.steps.append(end)
+        self._compute, self._landed = [end], []
+        self._update(end, early)
+
+    def _visit(self, phase: str, unit: int) -> None:
+        after = list(self._compute)
+        if phase == "forward":
+            after += [self._updated[unit, c][0] for c in range(len(chunks_of(self.plan.layouts[unit]))) if (unit, c) in self._updated]
+        if self._moves(unit):
+            after.append(self._fetch(unit))
+        if phase == "backward" and unit in self._left:
+            after += self._boundary(unit, self._left.pop(unit), ("nvme_read", "h2d"))
+        seconds = self.work[unit].forward if phase == "forward" else self.work[unit].backward
+        task = self.task(phase, unit, -1, "compute", seconds, after)
+        if phase == "forward" and any(self.plan.boundaries.sizes[unit : unit + 1]):
+            self._left[unit] = self._boundary(unit, self._visits[-1:], ("d2h", "nvme_write"))
+        if self._moves(unit):
+            self.task("release", unit, -1, "slots", 0.0, [task])
+        self._compute = [task]
+        self._visits.append(task)
+
+    def _boundary(self, unit: int, after: list[int], lanes: tuple[str, str]) -> list[int]:
+        """A unit's input leaves when the unit before is done, and comes back when backward is one unit from it."""
+        nbytes = self.plan.boundaries.sizes[unit]
+        after = [*after, *(self._visits[-2:-1] if lanes[0] == "nvme_read" else [])]
+        for lane in lanes:
+            if self.plan.boundaries.tier == "nvme" if lane.startswith("nvme") else not self.direct:
+                after = [self.task("boundary", unit, -1, lane, nbytes / getattr(self.speeds, lane), after)]
+        return after
+
+    def _moves(self, unit: int) -> bool:
+        return self.plan.parameter[unit] not in (("device", "host") if self.direct else ("device",))
+
+    def _fetch(self, unit: int) -> int:
+        """A fetch starts while the unit before is computed, from what the unit's own updates made of it."""
+        plan, nvme = self.plan, self.plan.parameter[unit] == "nvme"
+        nbytes = sum(f.nbytes for f in plan.layouts[unit].flats)
+        after = [self._updated[unit, c][1 if nvme else 0] for c in range(len(chunks_of(plan.layouts[unit]))) if (unit, c) in self._updated]
+        after += [self._visits[-2]] if len(self._visits) > 1 else self.steps[-1:]
+        lane, speed = ("nvme_read", self.speeds.nvme_read) if nvme else ("h2d", self.speeds.h2d)
+        if nvme and not self.direct:
+            speed = min(speed, self.speeds.h2d)
+        return self.task("fetch", unit, -1, lane, nbytes / speed, after, plan.staging.part_bytes if nvme and not self.direct else 0)
+
+    def _gradients(self, unit: int) -> None:
+        """A unit's gradients leave the device, and go where they rest once the last update has read what was there."""
+        plan, sent = self.plan, self._compute
+        for c, chunk in enumerate(chunks_of(plan.layouts[unit])):
+            nbytes = gradient_chunk_bytes(chunk, plan.grad)
+            after = [*sent, *([self._updated[unit, c][0]] if (unit, c) in self._updated else [])]
+            landed = self.task("gradient", unit, c, "d2h", 0.0 if self.direct else nbytes / self.speeds.d2h, after)
+            if plan.gradient[unit][c] == "nvme":
+                landed = self.task("gradient", unit, c, "nvme_write", nbytes / self.speeds.nvme_write, [landed], plan.staging.part_bytes)
+            self._landed.append(landed)
+
+    def _read(self, place: Place, after: list[int], early: bool = True) -> int:
+        """Reads a chunk's state into a buffer: the one whose chunk was written back longest ago."""
+        at = len(self._writes)
+        waits = [*after, *([self._writes[at - self.plan.staging.updates]] if at >= self.plan.staging.updates else [])]
+        waits += [self._updated[place][1]] if place in self._updated else []
+        self._writes.append(-1)  # known once its update is
+        nbytes = self._read_bytes(place)
+        return self.task("read", *place, "nvme_read", nbytes / self.speeds.nvme_read, waits, self.plan.staging.frame_bytes, early)
+
+    def _chunk(self, place: Place) -> Chunk:
+        return chunks_of(self.plan.layouts[place[0]])[place[1]]
+
+    def _read_bytes(self, place: Place) -> int:
+        plan, n = self.plan, self._chunk(place).numel
+        state = plan.form.record_bytes(n) if plan.state[place[0]][place[1]] == "nvme" else 0
+        value = n * DTYPE_BYTES[plan.compute] if plan.form.value_is_master and plan.parameter[place[0]] == "nvme" else 0
+        return state + value
+
+    def _write_bytes(self, place: Place) -> int:
+        plan, n = self.plan, self._chunk(place).numel
+        state = plan.form.record_bytes(n) if plan.state[place[0]][place[1]] == "nvme" else 0
+        return state + (n * DTYPE_BYTES[plan.compute] if plan.parameter[place[0]] == "nvme" else 0)
+
+    def _update(self, step: int, held: dict[Place, int]) -> None:
+        plan, first = self.plan, len(self._writes) - len(held)
+        for place in self.updates:
+            unit, c = place
+            after, buffered = [step], _needs_buffer(plan, place)
+            slot = first
+            if buffered:
+                if place not in held:
+                    slot = len(self._writes)
+                    after.append(self._read(place, [step], early=False))
+                else:
+                    first += 1
+                    after.append(held[place])
+                if plan.gradient[unit][c] == "nvme":
+                    nbytes = gradient_chunk_bytes(self._chunk(place), plan.grad)
+                    after.append(self.task("read", unit, c, "nvme_read", nbytes / self.speeds.nvme_read, list(after)))
+            lane = "compute" if self.direct else "update"
+            updated = written = self.task("update", unit, c, lane, self._chunk(place).numel / self.speeds.update, after)
+            if buffered:
+                written = self.task("write", unit, c, "nvme_write", self._write_bytes(place) / self.speeds.nvme_write, [updated])
+                self._writes[slot] = written
+            self._updated[place] = updated, written
+
+
+def schedule(plan: Plan, forward: Sequence[int], speeds: Speeds, work: Sequence[Work], direct: bool = False) -> Schedule:
+    """The steady step of a plan: `forward` has every unit in the order of use, `work` each unit's compute by number; `direct` as in Capacities."""
+    build = _Builder(plan, forward, speeds, work, direct)
+    for _ in range(STEPS):
+        build.step()
+    time = build.timeline
+    time.run()
+    origin = time.end[build.steps[-2]]
+    events = [
+        Event(t.kind, t.unit, t.chunk, max((time.end[a] for a in t.after), default=0.0) - origin, time.start[t.number] - origin,
+              time.end[t.number] - origin, t.staging)
+        for t in build.tasks if t.step == STEPS - 1
+    ]  # fmt: skip
+    early = tuple(p for p in build.updates if p in build.early)
+    return Schedule(tuple(sorted(events, key=lambda e: e.start)), build.updates, early, time.end[build.steps[-1]] - origin)
