@@ -22,14 +22,17 @@ from torch.utils.checkpoint import checkpoint
 
 import models as M
 import offload
+from offload.config import Precision
 from offload.engine import activations
 from offload.engine.registry import engine_of
 from offload.errors import BudgetError, ConfigError, OffloadError, PlanError, SwapError
 from offload.memory.spans import Spans
 from offload.planner.boundaries import STAGING_BUFFERS, modes, width
 from offload.planner.cost import traffic_of
-from offload.planner.demand import IN_TRANSIT, boundary_bytes
+from offload.planner.demand import IN_TRANSIT, Batch, boundary_bytes
 from offload.planner.layout import ParameterSpec, UnitSpec
+from offload.planner.placement import Capacities, plan_units
+from offload.planner.schedule import Speeds, Work, schedule
 from offload.transfer.device import Put, SimDevice
 from offload.transfer.queue import Transfer
 
@@ -575,7 +578,7 @@ def test_auto_takes_the_least_costly_that_fits(tmp_path: Path, budgets: tuple[st
 
 def test_refusals_name_what_is_short(tmp_path: Path) -> None:
     model = M.seeded(lambda: M.Stack(depth=24, width=64))
-    small = offload.Tiers("24MiB", "16MiB", [(str(tmp_path), "64MiB")])
+    small = offload.Tiers("48MiB", "16MiB", [(str(tmp_path), "64MiB")])
     for options, says in (
         ({"activations": "host", "batch": (1, 8192)}, r"the host tier is short: need .*boundary activations 24\.0 MiB.*; have 16\.0 MiB.*Ways out"),
         ({"activations": "nvme", "batch": (4, 8192)}, r"the (nvme|device) tier is short: need"),
@@ -682,6 +685,28 @@ def test_spans(blocks: list[int], steps: list[tuple[bool, int]]) -> None:
 def test_width_of_a_boundary(shapes: list[tuple[int, int]], want: int) -> None:
     own = tuple(ParameterSpec(f"w{i}", a * b, "fp32", True, 1, b) for i, (a, b) in enumerate(shapes))
     assert width(UnitSpec("u", (*own, ParameterSpec("norm", 64, "fp32", True)), 0, True)) == want
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("mode", ["recompute", "host", "nvme"])
+def test_boundaries_in_the_schedule(mode: str, direct: bool) -> None:
+    """Out after the unit before, back before the unit's backward; a link that is slow for them makes the step longer."""
+    units = [UnitSpec(f"b{i}", (ParameterSpec("w", 1 << 12, "fp32", True, 1, 64),), 0, True) for i in range(6)]
+    plan = plan_units(units, Capacities(64 * MIB, 64 * MIB, 64 * MIB, True, direct), Precision(), batch=Batch(1, 1024), activations=mode)
+    work = [Work(0.01, 0.02)] * 6
+    fast, slow = (schedule(plan, range(6), Speeds(rate, rate, rate, rate, 1e9), work, direct) for rate in (1e10, 1e6))
+    moves = fast.of("boundary")
+    ways = {"recompute": 0, "host": 0 if direct else 2, "nvme": 2 if direct else 4}[mode]
+    assert len(moves) == 6 * ways
+    assert (slow.seconds > 1.5 * fast.seconds) == bool(ways)
+    computed = {(e.kind, e.unit): e for e in fast.of("forward") + fast.of("backward")}
+    for unit in range(6 if ways else 0):
+        own = sorted((e for e in moves if e.unit == unit), key=lambda e: e.start)
+        out, back = own[: ways // 2], own[ways // 2 :]
+        assert unit == 0 or out[0].start >= computed["forward", unit - 1].end
+        assert out[-1].end <= back[0].start
+        assert back[-1].end <= computed["backward", unit].start
+        assert unit >= 4 or back[0].start >= computed["backward", unit + 2].end
 
 
 @pytest.fixture(autouse=True)

@@ -148,6 +148,27 @@ def test_a_plan(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     assert main(["plan", str(run)]) == 0 and "MiB" in capsys.readouterr().out
 
 
+def test_treatments_of_activations(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    """The plan shows where they go, and a run computes the same wherever they are."""
+    results = {}
+    for mode in ("keep", "host", "nvme"):
+        settings = ["--set", f"train.activations={mode}", "data.seq_length=256", "train.steps=2", "data.eval_sequences=0"]
+        assert main(["plan", str(run), "--json", *settings]) == 0
+        planned = json.loads(capsys.readouterr().out)
+        assert main(["train", str(run), "--json", "--out", str(run.parent / mode), *settings]) == 0
+        results[mode] = summary = json.loads(capsys.readouterr().out)
+        assert planned["activations"] == summary["activations"] == mode
+        assert planned["activation_bytes"] == summary["activation_bytes"]
+        assert all(summary["peak_bytes"][tier] == planned["peak_bytes"][tier] for tier in ("host", "nvme"))
+        if mode != "keep":
+            assert planned["activation_bytes"][mode] > 0
+            assert main(["plan", str(run), *settings]) == 0 and f" {mode})" in capsys.readouterr().out
+            assert summary["stall_seconds"]["activation"] > 0
+    assert len({(tuple(r["losses"]), r["digest"]) for r in results.values()}) == 1
+    moved = {mode: r["moved_bytes"] for mode, r in results.items()}
+    assert moved["nvme"]["nvme_write"] - moved["keep"]["nvme_write"] == 2 * results["nvme"]["activation_bytes"]["nvme"]
+
+
 def test_a_run_from_the_command(run: Path) -> None:
     cwd = run.parent
     done = command("train", run, "--set", "data.accumulate=2", "--json", cwd=cwd)

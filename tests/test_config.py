@@ -152,6 +152,12 @@ def test_what_comes_later_is_refused_and_not_ignored(run: Path, override: str) -
     assert "not available in this version" in refusal(run, override)
 
 
+@pytest.mark.parametrize("mode", ["auto", "keep", "recompute", "host", "nvme"])
+def test_treatments_of_activations(run: Path, mode: str) -> None:
+    assert RunConfig.load(run, [f"train.activations={mode}"]).train.activations == mode
+    assert "train.activations = 'disk'" in refusal(run, "train.activations=disk")
+
+
 def test_several_ranks_come_later(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "ranks" in refusal(run)

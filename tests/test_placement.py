@@ -17,6 +17,7 @@ import models as M
 import offload
 from helpers import PRECISIONS
 from offload import _core
+from offload.engine import activations
 from offload.engine.registry import engine_of
 from offload.planner import placement
 from offload.transfer.device import CpuDevice, SimDevice
@@ -70,7 +71,7 @@ plans = st.fixed_dictionaries(
         "chunks": st.sampled_from([(4096,), (8192, 4096), (65536, 16384), tuple((1 << 20) >> i for i in range(7))]),
         "frames": st.sampled_from([3, 4, 5, 8]),
         "slots": st.sampled_from([None, None, 3, 5]),
-        "activations": st.sampled_from(["keep", "recompute"]),
+        "activations": st.sampled_from(["keep", "recompute", "host", "nvme"]),
         "threads": st.sampled_from(["1", "2", "3"]),
         "simd": st.sampled_from(_core.simd_levels()),
         "engine": st.sampled_from(["threads", "io_uring"]),
@@ -89,6 +90,7 @@ def test_any_plan_gives_the_same_bits(tmp_path: Path, plan: dict[str, Any]) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(placement, "CHUNKS", plan["chunks"])
         patch.setattr(placement, "FRAMES_MOST", plan["frames"])
+        patch.setattr(activations, "SMALLEST", 1)
         for name, value in (("OFFLOAD_THREADS", plan["threads"]), ("OFFLOAD_SIMD", plan["simd"]), ("OFFLOAD_IO", plan["engine"])):
             patch.setenv(name, value)
         chosen = SimDevice(seed=plan["device"]) if isinstance(plan["device"], int) else plan["device"]

@@ -117,14 +117,22 @@ def _resting(plan: Plan) -> dict[str, int]:
     return out
 
 
-@given(unit_specs(), capacities, batches, precisions, st.sampled_from(["auto", "keep", "recompute"]), st.sampled_from([1, 4]))
+@given(unit_specs(), capacities, batches, precisions, st.sampled_from(["auto", "keep", "recompute", "host", "nvme"]), st.sampled_from([1, 4]))
 @SETTINGS
 def test_plan_keeps_capacities(
     units: list[UnitSpec], cap: Capacities, batch: demand.Batch | None, precision: Precision, activations: str, accumulate: int
 ) -> None:
+    if activations == "nvme" and not cap.nvme:
+        with pytest.raises(ConfigError, match="names no directory"):
+            attempt(units, cap, precision, batch=batch, activations=activations)
+        return
     plan = attempt(units, cap, precision, batch=batch, activations=activations, accumulate=accumulate)
     if plan is None:
         return
+    away = plan.boundaries.by_tier
+    assert plan.activations in ("host", "nvme") or not sum(away.values())
+    assert plan.peak_bytes["host"] == plan.resting["host"] + plan.frames * plan.frame_bytes + away["host"]
+    assert plan.peak_bytes["nvme"] == plan.resting["nvme"] + away["nvme"] == sum(_pages(n) for n in nvme_extents(plan))
     assert [u.spec for u in plan.layouts] == units
     assert plan.resting == _resting(plan)
     assert plan.peak_bytes["device"] <= cap.device
@@ -386,7 +394,8 @@ def test_public_plan_needs_no_memory() -> None:
 def test_demand(units: list[UnitSpec], sequences: int, tokens: int, compute: str) -> None:
     """More tokens never need less; recomputing never needs more than keeping where several units repeat."""
     small, large = demand.Batch(sequences, tokens), demand.Batch(sequences, tokens * 2)
-    for mode in ("keep", "recompute"):
+    assert demand.activation_bytes(units, large, compute, "host") <= demand.activation_bytes(units, large, compute, "recompute")
+    for mode in ("keep", "recompute", "host", "nvme"):
         assert demand.activation_bytes(units, small, compute, mode) <= demand.activation_bytes(units, large, compute, mode)
     assert demand.logits_bytes(units, small) <= demand.logits_bytes(units, large)
     assert demand.activation_bytes(units, None, compute, "keep") == 0

@@ -42,7 +42,7 @@ def _run(
 def test_adversarial_delays(tmp_path: Path, seed: int) -> None:
     """Any seed, model, placement, number of slots: the same bits as transfers that are done at once."""
     case = list(CASES)[seed % len(CASES)]
-    activations = ("keep", "recompute")[seed // 2 % 2]
+    activations = ("keep", "recompute", "host", "nvme")[seed // 2 % 4]
     places = [M.placed("nvme"), M.placed("host"), {"parameter": "nvme", "gradient": "host", "optimizer": "nvme"}, None]
     slots = None if case == "nested" or seed % 3 == 0 else 3
     accumulate = (1, 2)[seed // 3 % 2]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import logging
 import time
 import weakref
 from collections import deque
@@ -34,6 +35,8 @@ from offload.memory.swap import Extent, SwapSpace
 from offload.transfer.device import Copy, Device, Put
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import Transfer
+
+log = logging.getLogger("offload")
 
 SMALLEST = PAGE  # bytes below which a tensor stays
 ALIGN = 64  # addresses are kept modulo this, as kernels may choose by them
@@ -107,12 +110,13 @@ class Pool:
 
     def _collect(self) -> None:
         while self._returned:
-            number, start, size, writes, reads = self._returned.popleft()
+            number, start, size, writes, reads = self._returned[0]  # stays there if a wait is interrupted
             moves = writes + reads
             for move in moves:  # what is under way to or from an extent must not meet what comes next
                 with contextlib.suppress(SwapError):
                     move.wait()
-            if all(move.done for move in moves):
+            self._returned.popleft()
+            if all(move.done for move in moves):  # else its device is stuck: it is not used again
                 self._spans.give(number, start, size)
 
     def close(self) -> None:
@@ -205,7 +209,7 @@ class Activations:
         self.device, self._in_slot = device, in_slot
         self.counters = Counters()
         self._mark = 0, 0  # numbers of the newest boundary before this forward of the model, and of the newest
-        self._collected = False
+        self._collected = self._said_kept = False
         self._pool: Pool | None = None
         self._outbox = _Outbox([])
         self._frames: FramePool | None = None
@@ -253,9 +257,17 @@ class Activations:
 
     # Out
 
-    def leave(self, number: int, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments of a unit's forward with an `Away` for each tensor that leaves. BudgetError where no tier has room for it."""
+    def leave(self, number: int, unit: str, args: Any, kwargs: Any, kept: bool = False) -> tuple[Any, Any]:
+        """The arguments of a unit's forward with an `Away` for each tensor that leaves. BudgetError where no tier has room for it.
+
+        `kept`: hooks of the model's own keep what is saved for backward, these arguments too, so that nothing leaves.
+        """
         if self._pool is None:
+            return args, kwargs
+        if kept:
+            if not self._said_kept:
+                self._said_kept = True
+                log.warning("%s runs inside a checkpoint, or hooks for saved tensors, of the model's own: its inputs stay where these keep them", unit)
             return args, kwargs
         self._mark = self._mark[0], self._mark[1] + 1
         count = itertools.count()

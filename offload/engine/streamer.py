@@ -316,8 +316,7 @@ class Streamer:
                 for owner in self.owners[number]:
                     self.slots.uses[owner].firm -= 1
 
-        if not self._within_others_hooks():
-            args, kwargs = self.activations.leave(number, self.units[number].name, args, kwargs)
+        args, kwargs = self.activations.leave(number, self.units[number].name, args, kwargs, self._within_others_hooks())
         settings = True, noop_context_fn, "default", False, True
         return _checkpoint_without_reentrant_generator(again, *settings, self._anchor, *args, **kwargs)  # type: ignore[no-any-return]
 
