@@ -119,7 +119,7 @@ def _run(path: Path, case: str, clip: float | None, accumulate: int, **options: 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.parametrize("mode", ["keep", "recompute", "host", "nvme"])
 def test_every_mode_gives_the_same_bits(tmp_path: Path, mode: str, device: str) -> None:
-    for case in CASES:
+    for case in CASES if mode in AWAY else ("stack", "cross"):  # the other modes have tests of their own
         for clip, accumulate in ((None, 1), (1e-3, 4)):
             got = _run(tmp_path, case, clip, accumulate, device=device, activations=mode)
             assert got == _reference(tmp_path, case, clip, accumulate), case
@@ -129,7 +129,7 @@ def test_every_mode_gives_the_same_bits(tmp_path: Path, mode: str, device: str) 
     st.sampled_from(list(CASES)), st.sampled_from(AWAY), st.sampled_from([None, 1e-3]), st.sampled_from([1, 4]), st.integers(0, 10**6),
     st.sampled_from([None, "host", "nvme"]), st.sampled_from([None, 4]),
 )  # fmt: skip
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_adversarial_delays(
     tmp_path: Path, case: str, mode: str, clip: float | None, accumulate: int, seed: int, tier: str | None, slots: int | None
 ) -> None:

@@ -267,7 +267,7 @@ class Activations:
         if kept:
             if not self._said_kept:
                 self._said_kept = True
-                log.warning("%s runs inside a checkpoint, or hooks for saved tensors, of the model's own: its inputs stay where these keep them", unit)
+                log.warning("%s runs inside a checkpoint, or hooks for saved tensors, of the model's own, which keep its inputs", unit)
             return args, kwargs
         self._mark = self._mark[0], self._mark[1] + 1
         count = itertools.count()
