@@ -55,7 +55,7 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory(prefix="offload-bench-") as out:
             summary = train(settings, given, Path(out) / "run")
-        rows[name] = {key: summary[key] for key in ("eval_loss_first", "eval_loss_last", "state_bytes", "step_seconds_median", "losses")}
+        rows[name] = {key: summary[key] for key in ("eval_loss_first", "eval_loss_last", "state_bytes", "losses")}
         final = rows["fp32 moments"]["eval_loss_last"]
         rows[name]["distance"] = rows[name]["eval_loss_last"] / final - 1
         rows[name]["limit"] = LIMITS.get(name)

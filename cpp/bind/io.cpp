@@ -381,14 +381,14 @@ void bind_pipeline(py::module_& m) {
 
   py::class_<Pipeline, std::shared_ptr<Pipeline>>(m, "Pipeline", "Streams chunks: read, update, write back, at once.")
       .def(py::init([](const std::vector<uintptr_t>& frames, uint64_t frame_bytes, int threads, unsigned group,
-                       py::object keep) {
+                       py::object keep, bool lazy) {
              std::vector<char*> addresses;
              for (const uintptr_t frame : frames) addresses.push_back(reinterpret_cast<char*>(frame));
-             return owned(new Pipeline(std::move(addresses), {frame_bytes, threads, group},
+             return owned(new Pipeline(std::move(addresses), {frame_bytes, threads, group, lazy},
                                        Graveyard::get().keep(std::move(keep))));
            }),
            py::arg("frames"), py::arg("frame_bytes"), py::arg("threads") = 0, py::arg("group") = 0,
-           py::arg("keep") = py::none())
+           py::arg("keep") = py::none(), py::arg("lazy") = false)
       .def("add_job", &add_job, py::arg("reads"), py::arg("segments"), py::arg("writes"), py::arg("grad_dtype"),
            py::arg("out_dtype"), py::arg("rule") = 0, py::arg("master") = 0, py::arg("moments") = 0,
            py::arg("late_reads") = std::vector<MoveTuple>())

@@ -5,8 +5,34 @@
 
 namespace offload {
 
-Batch::Batch(std::vector<std::shared_ptr<const Job>> jobs)
-    : jobs_(std::move(jobs)), states_(jobs_.size(), State::kPending), unfinished_(jobs_.size()) {
+namespace {
+
+// While it lives, somebody waits.
+class Waiting {
+ public:
+  explicit Waiting(Signal& signal) : signal_(signal) {
+    const std::lock_guard<std::mutex> lock(signal_.mutex);
+    ++signal_.waiting;
+    signal_.changed.notify_all();
+  }
+  ~Waiting() {
+    const std::lock_guard<std::mutex> lock(signal_.mutex);
+    --signal_.waiting;
+  }
+  Waiting(const Waiting&) = delete;
+  Waiting& operator=(const Waiting&) = delete;
+
+ private:
+  Signal& signal_;
+};
+
+}  // namespace
+
+Batch::Batch(std::vector<std::shared_ptr<const Job>> jobs, std::shared_ptr<Signal> signal)
+    : jobs_(std::move(jobs)),
+      signal_(std::move(signal)),
+      states_(jobs_.size(), State::kPending),
+      unfinished_(jobs_.size()) {
   for (const auto& job : jobs_) {
     for (const auto* moves : {&job->reads, &job->writes}) {
       for (const Move& move : *moves) {
@@ -75,10 +101,23 @@ void Batch::wait() {
   }
 }
 
+// Whether it is reached before the limit. `lock` is of mutex_.
+template <class Reached>
+bool Batch::await(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit, Reached reached) {
+  if (reached()) return true;
+  lock.unlock();
+  const Waiting waiting(*signal_);
+  lock.lock();
+  const bool there = changed_.wait_for(lock, limit, reached);
+  lock.unlock();  // the pipeline's thread takes the two locks in the other order
+  return there;
+}
+
 bool Batch::wait_for(std::chrono::milliseconds limit) {
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (changed_.wait_for(lock, limit, [this] { return unfinished_ == 0; })) {
+    if (await(lock, limit, [this] { return unfinished_ == 0; })) {
+      if (!lock.owns_lock()) lock.lock();
       if (error_) throw io::IoError(*error_);
       return true;
     }
@@ -96,7 +135,8 @@ bool Batch::wait_job_for(size_t index, bool written, std::chrono::milliseconds l
   {
     std::unique_lock<std::mutex> lock(mutex_);
     check_index(index);
-    if (changed_.wait_for(lock, limit, [&] { return over(index, written); })) {
+    if (await(lock, limit, [&] { return over(index, written); })) {
+      if (!lock.owns_lock()) lock.lock();
       if (states_[index] == State::kFailed) throw io::IoError(errors_.at(index));
       return true;
     }

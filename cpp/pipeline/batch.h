@@ -24,12 +24,19 @@ struct BatchStats {
   uint64_t bytes_written = 0;
 };
 
+// Between a pipeline's thread and whoever waits for it. Outlives the pipeline.
+struct Signal {
+  std::mutex mutex;
+  std::condition_variable changed;
+  int waiting = 0;  // threads inside a batch's wait
+};
+
 class Batch {
  public:
   // kUpdated: the arrays in memory are final. kWritten: its bytes are in the files too.
   enum class State { kPending, kUpdated, kWritten, kFailed };
 
-  explicit Batch(std::vector<std::shared_ptr<const Job>> jobs);
+  Batch(std::vector<std::shared_ptr<const Job>> jobs, std::shared_ptr<Signal> signal);
 
   // Each throws io::IoError if what it waits for did not happen: a job's own error, else the one that ended the stream;
   // or one that says what is pending when a device is stuck: the batch is then still under way and can be waited for
@@ -56,10 +63,13 @@ class Batch {
   void fail(size_t index, const io::IoError& error);
   bool over(size_t index, bool written) const;
   void check_index(size_t index) const;
+  template <class Reached>
+  bool await(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit, Reached reached);
   void check_stuck() const;
   std::chrono::milliseconds patience() const;
 
   const std::vector<std::shared_ptr<const Job>> jobs_;
+  const std::shared_ptr<Signal> signal_;
   // Under the pipeline's mutex until begun, constant from then on.
   std::vector<Hyper> hypers_;
   bool refresh_ = false;

@@ -134,7 +134,7 @@ std::shared_ptr<Batch> Pipeline::make(const std::vector<size_t>& jobs) const {
     if (job >= jobs_.size()) throw std::invalid_argument("pipeline: no job " + std::to_string(job));
     chosen.push_back(jobs_[job]);
   }
-  return std::make_shared<Batch>(std::move(chosen));
+  return std::make_shared<Batch>(std::move(chosen), signal_);
 }
 
 void Pipeline::queue(const std::shared_ptr<Batch>& batch) {
@@ -264,7 +264,9 @@ Pipeline::RunPtr Pipeline::choose() const {
   const auto first = [](const std::deque<RunPtr>& runs) {
     return runs.empty() || !runs.front()->batch->begun_ ? nullptr : runs.front();
   };
-  const RunPtr framed = first(framed_), frameless = first(frameless_);
+  const RunPtr framed = first(framed_);
+  RunPtr frameless = first(frameless_);
+  if (frameless && !frameless->idle && options_.lazy && signal_->waiting == 0 && !closing_) frameless = nullptr;
   const bool ready = framed && framed->stage == Stage::kReady;
   if (!framed || !frameless) return ready ? framed : frameless;
   const bool together = framed->batch == frameless->batch;

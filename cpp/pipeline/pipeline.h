@@ -20,6 +20,7 @@ struct PipelineOptions {
   uint64_t frame_bytes = 0;
   int threads = 0;     // of an update; 0: default_threads()
   unsigned group = 0;  // frames written in one go; 0: half of the frames, at least one
+  bool lazy = false;   // see [Note: lazy jobs]
 };
 
 // [Note: groups]
@@ -31,6 +32,11 @@ struct PipelineOptions {
 // Jobs are updated in the order of submission, but a job that takes no frame may overtake, within its batch, jobs whose
 // bytes have not arrived, and is overtaken by one whose bytes have when the disk would be idle. Jobs of one batch must
 // not touch each other's memory. A read waits for all earlier writes to its bytes.
+//
+// [Note: lazy jobs]
+// Where the cores that update are those that compute, updates that nobody waits for yet would only disturb. With
+// `lazy`, jobs that take no frame run while somebody waits for any job, that is while those cores are idle, or when the
+// pipeline ends. Jobs with a frame run as their bytes arrive, so that the disk is never idle.
 //
 // [Note: prepared batches]
 // What an update needs besides its gradient is often known long before the gradients are. A batch may therefore be
@@ -84,11 +90,6 @@ class Pipeline {
 
     char* memory(const std::vector<char*>& frames) const { return frame < 0 ? nullptr : frames[frame]; }
   };
-  // Outlives the pipeline while the last callback lets go of it.
-  struct Signal {
-    std::mutex mutex;
-    std::condition_variable changed;
-  };
   using RunPtr = std::shared_ptr<Run>;
   using Lock = std::unique_lock<std::mutex>;
 
@@ -120,7 +121,7 @@ class Pipeline {
   const pid_t pid_;
   ThreadPool pool_;
 
-  const std::shared_ptr<Signal> signal_;
+  const std::shared_ptr<Signal> signal_;  // the last callback lets go of it
   std::vector<std::shared_ptr<const Job>> jobs_;
   std::vector<int> free_frames_;
   std::deque<RunPtr> unread_;     // framed, kWaiting

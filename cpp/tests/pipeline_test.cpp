@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <cstring>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "check.h"
@@ -53,7 +54,8 @@ struct Rig {
   std::vector<Chunk> chunks;
   ThreadPool pool{1};
 
-  Rig(std::shared_ptr<io::Engine> engine, size_t frame_count, unsigned group, size_t count, bool mixed) {
+  Rig(std::shared_ptr<io::Engine> engine, size_t frame_count, unsigned group, size_t count, bool mixed,
+      bool lazy = false) {
     channel = {std::move(engine), std::make_shared<io::File>(scratch.file("a"), count * kRecordBytes, true)};
     frames.resize(frame_count);
     std::vector<char*> addresses;
@@ -61,8 +63,8 @@ struct Rig {
       frame.reserve(kRecordBytes);
       addresses.push_back(frame.data());
     }
-    pipeline =
-        std::shared_ptr<Pipeline>(new Pipeline(addresses, {kRecordBytes, 2, group}), [](Pipeline* p) { discard(p); });
+    pipeline = std::shared_ptr<Pipeline>(new Pipeline(addresses, {kRecordBytes, 2, group, lazy}),
+                                         [](Pipeline* p) { discard(p); });
     chunks.resize(count);
     for (size_t i = 0; i < count; ++i) add(i, !mixed || i % 3 != 1);
   }
@@ -146,8 +148,8 @@ std::shared_ptr<io::Engine> make_engine(int kind) {
 }
 
 // Several batches submitted before any is waited for: a chunk is read again while its last write is under way.
-void equal_bits(int kind, size_t frame_count, unsigned group, size_t count, bool mixed) {
-  Rig rig(make_engine(kind), frame_count, group, count, mixed);
+void equal_bits(int kind, size_t frame_count, unsigned group, size_t count, bool mixed, bool lazy = false) {
+  Rig rig(make_engine(kind), frame_count, group, count, mixed, lazy);
   rig.fill();
   std::vector<std::shared_ptr<Batch>> batches;
   for (int step = 1; step <= 3; ++step) {
@@ -264,6 +266,26 @@ void failures(bool reading, size_t frame_count) {
   rig.pipeline.reset();
 }
 
+// Jobs in memory run when somebody waits for something, and at the end.
+void lazy_jobs() {
+  Rig rig(make_engine(1), 2, 0, 9, true, true);
+  rig.fill();
+  const auto batch = rig.pipeline->submit(rig.all(), {hyper_of(1)});
+  for (size_t i = 0; i < rig.chunks.size(); ++i) {
+    while (rig.chunks[i].framed && !batch->reached(i, true)) std::this_thread::yield();
+  }
+  for (size_t i = 0; i < rig.chunks.size(); ++i) CHECK(batch->reached(i, false) == rig.chunks[i].framed);
+  batch->wait_job(4, false);
+  for (Chunk& chunk : rig.chunks) chunk.update_twin(hyper_of(1), rig.pool);
+  batch->wait();
+  rig.compare();
+  const auto last = rig.pipeline->submit(rig.all(), {hyper_of(2)});
+  rig.pipeline.reset();
+  CHECK(last->done());
+  for (Chunk& chunk : rig.chunks) chunk.update_twin(hyper_of(2), rig.pool);
+  rig.compare();
+}
+
 // What is prepared reads ahead and waits; what is cancelled changes nothing; writes to what was read ahead are not
 // lost.
 void prepared(int kind, size_t frame_count, bool mixed) {
@@ -292,6 +314,7 @@ void prepared(int kind, size_t frame_count, bool mixed) {
     if (step == 3) continue;
     for (Chunk& chunk : rig.chunks) chunk.update_twin(hyper, rig.pool);
     for (size_t i = 0; i < rig.chunks.size(); ++i) batch->wait_job(i, i == 0);
+    if (step == 4) batch->wait();
   }
   const auto last = rig.pipeline->prepare(rig.all());
   rig.compare();
@@ -396,6 +419,7 @@ int main() {
     for (size_t frames = 1; frames <= 5; ++frames) {
       for (const unsigned group : {0u, 1u, 3u}) equal_bits(kind, frames, group, 11, true);
       equal_bits(kind, frames, 0, 1, false);
+      equal_bits(kind, frames, 0, 11, true, true);
     }
     equal_bits(kind, 0, 0, 0, false);
   }
@@ -411,6 +435,7 @@ int main() {
     }
   }
   late_reads();
+  lazy_jobs();
   for (const size_t frames : {1, 5}) prepared_failures(frames);
   dropped_in_flight();
   refusals();

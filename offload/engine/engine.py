@@ -97,7 +97,7 @@ class Engine:
 
     def _make_updates(self, grad: torch.dtype) -> Updates:
         plan = self.plan
-        return Updates(self.units, self.records, plan.form, grad, self.update_frames, plan.staging.frame_bytes, self.seed)
+        return Updates(self.units, self.records, plan.form, grad, self.update_frames, plan.staging.frame_bytes, self.seed, self.device.direct)
 
     def _take_over(self) -> None:
         """Values go to their shards, and parameters become tensors at rest, unit by unit."""
