@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +54,7 @@ def _loss(model: nn.Module) -> torch.Tensor:
 
 
 def _free(model: nn.Module) -> int:
+    engine_of(model).device.settle()  # a move under way holds what it moves
     return engine_of(model).activations.free_bytes  # no collector is needed
 
 
@@ -129,7 +129,7 @@ def test_every_mode_gives_the_same_bits(tmp_path: Path, mode: str, device: str) 
     st.sampled_from(list(CASES)), st.sampled_from(AWAY), st.sampled_from([None, 1e-3]), st.sampled_from([1, 4]), st.integers(0, 10**6),
     st.sampled_from([None, "host", "nvme"]), st.sampled_from([None, 4]),
 )  # fmt: skip
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=24, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_adversarial_delays(
     tmp_path: Path, case: str, mode: str, clip: float | None, accumulate: int, seed: int, tier: str | None, slots: int | None
 ) -> None:
@@ -172,34 +172,30 @@ def test_llama_in_bf16(tmp_path: Path, mode: str, device: str) -> None:
 # Leaving
 
 
-def _inputs(model: nn.Module) -> list[StorageWeakRef]:
-    """The storages of the blocks' inputs in one forward; what is expired afterwards was given up."""
+def _inputs(model: nn.Module) -> tuple[list[StorageWeakRef], torch.Tensor]:
+    """The storages of the blocks' inputs in one forward; what is expired afterwards was given up. And the result, which holds the graph."""
     seen: list[StorageWeakRef] = []
     handles = [b.register_forward_pre_hook(lambda m, a: seen.append(StorageWeakRef(a[0].untyped_storage())) or None) for b in model.blocks]
     value = M.mean_square(model)
     for handle in handles:
         handle.remove()
     engine_of(model).synchronize()
-    _held.append(value)
-    return seen
-
-
-_held: list[torch.Tensor] = []
+    return seen, value
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.parametrize("mode", ["recompute", "host", "nvme"])
 def test_boundaries_leave_the_device(tmp_path: Path, mode: str, device: str) -> None:
     with M.prepared(M.seeded(_stack), M.tiers(tmp_path), precision=M.FP32, device=device, activations=mode) as model:
-        inputs = _inputs(model)
+        inputs, value = _inputs(model)
         assert [r.expired() for r in inputs] == [mode != "recompute"] * 4
         before = _free(model)
-        _held.pop().backward()
+        value.backward()
         if mode != "recompute":
             assert _free(model) == before + 4 * 4096
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("seed", [None, 0, 1])
 @pytest.mark.parametrize("mode", AWAY)
 def test_what_is_in_transit_stays_within_the_plan(tmp_path: Path, mode: str, seed: int | None) -> None:
     class Counting(SimDevice):
@@ -392,7 +388,7 @@ def test_memory_returns(tmp_path: Path, mode: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("mode", AWAY)
-@pytest.mark.parametrize("device", ["cpu", *range(4)])
+@pytest.mark.parametrize("device", ["cpu", 0, 1])
 @pytest.mark.parametrize("where", ["inside", "after"])
 def test_inputs_changed_in_place_are_refused(tmp_path: Path, where: str, device: Any, mode: str) -> None:
     """As recomputation refuses them, whenever the copy was taken; what follows is not disturbed."""
@@ -560,15 +556,15 @@ print(plan.boundaries.nbytes, peak - base)
 
 @pytest.mark.parametrize(
     ("budgets", "mode"),
-    [(("512MiB", "64MiB"), "keep"), (("128MiB", "64MiB"), "recompute"), (("48MiB", "64MiB"), "host"), (("48MiB", "16MiB"), "nvme")],
+    [(("128MiB", "24MiB"), "keep"), (("36MiB", "24MiB"), "recompute"), (("15MiB", "24MiB"), "host"), (("15MiB", "6MiB"), "nvme")],
 )
 @pytest.mark.parametrize("known", [True, False])
 def test_auto_takes_the_least_costly_that_fits(tmp_path: Path, budgets: tuple[str, str], mode: str, known: bool) -> None:
     """With the batch known at prepare() or seen at the first forward; and it computes."""
     make = lambda: M.Stack(depth=24, width=64)  # noqa: E731
-    x = torch.ones(8192, 64)
+    x = torch.ones(2048, 64)
     where = M.tiers(tmp_path, *budgets)
-    with M.prepared(M.seeded(make), where, device="sim", batch=(1, 8192) if known else None, place={"optimizer": "nvme"}) as model:
+    with M.prepared(M.seeded(make), where, device="sim", batch=(1, 2048) if known else None, place={"optimizer": "nvme"}) as model:
         value = M.mean_square(model, x)
         plan = offload.runtime(model).plan
         assert plan.activations == mode
@@ -707,11 +703,3 @@ def test_boundaries_in_the_schedule(mode: str, direct: bool) -> None:
         assert out[-1].end <= back[0].start
         assert back[-1].end <= computed["backward", unit].start
         assert unit >= 4 or back[0].start >= computed["backward", unit + 2].end
-
-
-@pytest.fixture(autouse=True)
-def _collected() -> Iterator[None]:
-    yield
-    with contextlib.suppress(IndexError):
-        _held.clear()
-    gc.collect()
