@@ -82,7 +82,8 @@ def test_a_model_is_measured_by_its_kinds_of_unit(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(estimate, "PARAMETERS", 1 << 16)
     (tmp_path / "run.toml").write_text(RUN.format(kind=kind))
     config = RunConfig.load(str(tmp_path / "run.toml"), [])
-    found = estimate.estimate(model.load_config(config.model), config, in_chunks, torch.device("cpu"))
+    planned = model.plan(model.load_config(config.model), config, "cpu", in_chunks)
+    found = estimate.estimate(model.load_config(config.model), config, planned, in_chunks, torch.device("cpu"))
     blocks = [u for u in found.units if u.again]
     assert len(blocks) == 3 and len(set(blocks)) == 1 and blocks[0].backward > 0
     assert sorted(found.order) == list(range(len(found.units)))
@@ -91,11 +92,9 @@ def test_a_model_is_measured_by_its_kinds_of_unit(tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "swap").exists()
     figures = found.bound(Traffic(0, 0, 0, 0, 1), recompute=False, accumulate=1)
     assert figures["bound_step_seconds"] > 0 and figures["limiting_link"] == "compute"
-    tiers, batch = config.tiers_value(), model.planned_batch(model.load_config(config.model), 1, 16, in_chunks)
-    plan = offload.plan(model.build(model.load_config(config.model)), tiers, device="cpu", batch=batch)
-    assert found.predicted(plan, direct=True, accumulate=1) >= figures["bound_step_seconds"] * 0.999
+    assert found.predicted(planned, direct=True, accumulate=1) >= figures["bound_step_seconds"] * 0.999
     profile.save("swap", {"gb_per_second": {"SwapFile": {"read": 1.0, "write": 2.0, "mixed": 3.0}}}, where=tmp_path)
-    rates = estimate.machine_rates(config.tiers_value(), config.precision_value(), torch.device("cpu"))
+    rates = estimate.machine_rates(config.tiers_value(), config.precision_value(), torch.device("cpu"), 64 << 20)
     assert (rates.read, rates.write, rates.mixed) == (1e9, 2e9, 3e9)
 
 

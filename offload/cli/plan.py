@@ -37,7 +37,6 @@ def _placement(run: str, overrides: Sequence[str]) -> dict[str, Any]:
     config = RunConfig.load(run, overrides)
     import torch
 
-    import offload
     from offload.planner.cost import traffic_of
     from offload.train import model
     from offload.train.estimate import estimate
@@ -47,19 +46,10 @@ def _placement(run: str, overrides: Sequence[str]) -> dict[str, Any]:
     toy = model.Toy(model_config)
     toy.step()
     device = compute_device(config.train.device)
-    made = offload.plan(
-        model.build(model_config),
-        config.tiers_value(),
-        device=device,
-        precision=config.precision_value(),
-        activations=config.train.activations,
-        place=config.place_value(),
-        batch=model.planned_batch(model_config, config.data.batch_size, config.data.seq_length, toy.in_chunks),
-        accumulate=config.data.accumulate,
-    )
+    made = model.plan(model_config, config, device, toy.in_chunks)
     direct, accumulate = device == "cpu", config.data.accumulate
     traffic = traffic_of(made, direct=direct, accumulate=accumulate)
-    found = estimate(model_config, config, toy.in_chunks, torch.device("cuda" if device == "cuda" else "cpu"))
+    found = estimate(model_config, config, made, toy.in_chunks, torch.device("cuda" if device == "cuda" else "cpu"))
     return {
         "parameters": made.parameters,
         "predicted_step_seconds": found.predicted(made, direct=direct, accumulate=accumulate),

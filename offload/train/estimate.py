@@ -31,7 +31,7 @@ from offload.train import loss, model
 MIB = 1 << 20
 PROBE_BYTES = 512 * MIB
 PARAMETERS = 8 * MIB
-HOST_SHARE = 4  # measuring takes at most this fraction of the host budget
+SHARE = 2  # each measurement takes at most this fraction of the memory it may take
 ROUNDS = 3
 
 
@@ -105,10 +105,10 @@ def _loss_seconds(sizes: tuple[int, int, int, int], in_chunks: bool, dtype: torc
     return timed(whole, device)
 
 
-def machine_rates(tiers: Tiers, precision: Precision, device: torch.device) -> Rates:
-    """This machine's links and updates. SwapError or ConfigError where a drive cannot be measured."""
-    read, write, mixed = _drive_rates(tiers)
-    updates = _update_rate(tiers, precision)
+def machine_rates(tiers: Tiers, precision: Precision, device: torch.device, room: int) -> Rates:
+    """This machine's links and updates, measured in `room` bytes of memory. SwapError or ConfigError where a drive cannot be measured."""
+    read, write, mixed = _drive_rates(tiers, room)
+    updates = _update_rate(precision, room)
     if device.type != "cuda":
         return Rates(read, write, mixed, None, None, updates, shared_cores=True)
     figures = profile.load("copy") or {"gb_per_second": measure.copy_rates(64 * MIB)}
@@ -117,25 +117,25 @@ def machine_rates(tiers: Tiers, precision: Precision, device: torch.device) -> R
     return Rates(read, write, mixed, h2d, d2h, updates, shared_cores=False)
 
 
-def _drive_rates(tiers: Tiers) -> tuple[float, float, float] | tuple[None, None, None]:
+def _drive_rates(tiers: Tiers, room: int) -> tuple[float, float, float] | tuple[None, None, None]:
     """Bytes a second read, written, and in all while both: of the slowest drive times their number, as state is striped evenly."""
     by_drive: dict[str, tuple[str, int]] = {}
     for directory, nbytes in tiers.nvme:
         by_drive.setdefault(profile.drive(directory), (directory, nbytes))
-    found = [_drive_rate(Path(directory), nbytes, tiers.host) for directory, nbytes in by_drive.values()]
+    found = [_drive_rate(Path(directory), nbytes, room) for directory, nbytes in by_drive.values()]
     if not found:
         return None, None, None
     read, write, mixed = (min(rates) * len(found) * 1e9 for rates in zip(*found, strict=True))
     return read, write, mixed
 
 
-def _drive_rate(directory: Path, nbytes: int, host: int) -> tuple[float, ...]:
+def _drive_rate(directory: Path, nbytes: int, room: int) -> tuple[float, ...]:
     saved = profile.load("swap", where=directory)
     if saved is not None and "SwapFile" in saved.get("gb_per_second", {}):
         return tuple(float(saved["gb_per_second"]["SwapFile"][op]) for op in measure.SWAP_OPS)
     made = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
-    piece = max(MIB, min(measure.PIECE, host // HOST_SHARE // measure.PIECES_IN_FLIGHT // MIB * MIB))
+    piece = max(MIB, min(measure.PIECE, room // SHARE // measure.PIECES_IN_FLIGHT // MIB * MIB))
     size = max(piece, min(PROBE_BYTES, nbytes, shutil.disk_usage(directory).free // 2) // piece * piece)
     try:
         with tempfile.TemporaryDirectory(prefix="offload-probe-", dir=directory) as where:
@@ -146,20 +146,21 @@ def _drive_rate(directory: Path, nbytes: int, host: int) -> tuple[float, ...]:
     return tuple(rates[op] for op in measure.SWAP_OPS)
 
 
-def _update_rate(tiers: Tiers, precision: Precision) -> float:
+def _update_rate(precision: Precision, room: int) -> float:
     """Parameters a second of the run's own form of update."""
     form = adam.form_of(precision)
     for row in (profile.load("adam") or {}).get("rows", []):
         if row.get("bytes_per_parameter") == form.bytes_per_parameter and row["form"].startswith("AdamW"):
             return float(row["gb_per_second"]) * 1e9 / form.bytes_per_parameter
-    n = max(1 << 16, min(PARAMETERS, tiers.host // HOST_SHARE // adam.BYTES_A_PARAMETER))
+    n = max(1 << 16, min(PARAMETERS, room // SHARE // adam.BYTES_A_PARAMETER))
     return n / statistics.median(adam.step_seconds(form, n))
 
 
-def estimate(model_config: Any, config: RunConfig, in_chunks: bool, device: torch.device) -> Estimate:
-    """Measures compute, and what the machine's profile does not have."""
+def estimate(model_config: Any, config: RunConfig, plan: Plan, in_chunks: bool, device: torch.device) -> Estimate:
+    """Measures compute, and what the machine's profile does not have, in the memory that the plan will take."""
+    room = plan.peak_bytes["host"] + (config.tiers.device if device.type != "cuda" else 0)
     try:
         units, order = model_compute(model_config, config, in_chunks, device)
-        return Estimate(units, order, machine_rates(config.tiers_value(), config.precision_value(), device))
+        return Estimate(units, order, machine_rates(config.tiers_value(), config.precision_value(), device, room))
     finally:
         _core.trim()

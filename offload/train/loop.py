@@ -19,6 +19,7 @@ from offload.errors import ConfigError
 from offload.observe import base
 from offload.observe.metrics import MetricsWriter
 from offload.planner.cost import Traffic
+from offload.planner.placement import Plan
 from offload.train import loss, model
 from offload.train.data import PackedSequences, RandomSequences, Source, find_files, has_tokenizer, micro_batch, split
 from offload.train.estimate import Estimate, estimate
@@ -86,7 +87,8 @@ class Trainer:
         if not self._held_out_count and data.eval_sequences:
             self._reporter.note("no held-out text, so nothing is evaluated")
 
-        self._estimate = self._measured(model_config, toy.in_chunks)
+        planned = model.plan(model_config, config, self._device, toy.in_chunks)
+        self._estimate = self._measured(model_config, planned, toy.in_chunks)
         torch.manual_seed(config.train.seed)
         self._model: Any = offload.prepare(
             model.build(model_config),
@@ -94,15 +96,14 @@ class Trainer:
             device=self._device,
             precision=config.precision_value(),
             activations=config.train.activations,
-            place=config.place_value(),
-            batch=model.planned_batch(model_config, data.batch_size, data.seq_length, toy.in_chunks),
-            accumulate=data.accumulate,
+            batch=planned.batch,
             updates=config.train.updates,
+            plan=planned,
             seed=config.train.seed,
         )
         self._runtime: Any = offload.runtime(self._model)
-        self._predicted = self._prediction()
         closing.callback(self._runtime.close)
+        self._predicted = self._prediction()
         if config.model.path is not None:
             offload.load_pretrained(self._model, config.model.path)
         chosen = config.optimizer
@@ -117,10 +118,10 @@ class Trainer:
             why = f" (a small model of the kind: {toy.trouble})" if toy.trouble else ""
             self._reporter.note(f"{model_config.model_type}: the loss is computed from all logits at once{why}")
 
-    def _measured(self, model_config: Any, in_chunks: bool) -> Estimate | None:
+    def _measured(self, model_config: Any, planned: Plan, in_chunks: bool) -> Estimate | None:
         """What a step may take here, or None, said aloud, where that cannot be found out."""
         try:
-            return estimate(model_config, self._config, in_chunks, torch.device("cuda" if self._device == "cuda" else "cpu"))
+            return estimate(model_config, self._config, planned, in_chunks, torch.device("cuda" if self._device == "cuda" else "cpu"))
         except Exception as error:  # of any kind: what a model's code does with one block alone is its own
             self._reporter.note(f"the bound of a step is not known: {type(error).__name__}: {error}")
             return None

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 import offload
-from offload.config import ModelTable
+from offload.config import ModelTable, RunConfig
 from offload.errors import ConfigError
 from offload.planner.demand import Batch
+from offload.planner.placement import Plan
 from offload.train import loss
 
 LOGIT_BYTES = 14  # what the plan counts for an element of the logits, all its forms together
@@ -87,6 +88,20 @@ def planned_batch(config: Any, sequences: int, tokens: int, in_chunks: bool) -> 
     """A micro-batch as the plan counts it: with a loss in chunks, few tokens' logits live at once."""
     width = int(config.get_text_config().hidden_size)
     return Batch(sequences, tokens, loss.planned_tokens(width, LOGIT_BYTES) if in_chunks else None)
+
+
+def plan(model_config: Any, config: RunConfig, device: str, in_chunks: bool) -> Plan:
+    """What of a run goes where on a device, its loss `in_chunks` or not. PlanError where it does not fit."""
+    return offload.plan(
+        build(model_config),
+        config.tiers_value(),
+        device=device,
+        precision=config.precision_value(),
+        activations=config.train.activations,
+        place=config.place_value(),
+        batch=planned_batch(model_config, config.data.batch_size, config.data.seq_length, in_chunks),
+        accumulate=config.data.accumulate,
+    )
 
 
 def _prepared_step(toy: nn.Module, ids: torch.Tensor) -> None:
