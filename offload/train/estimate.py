@@ -5,6 +5,7 @@ Rates come from the machine's profile where `offload bench` has left one; what i
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import statistics
@@ -163,4 +164,5 @@ def estimate(model_config: Any, config: RunConfig, plan: Plan, in_chunks: bool, 
         units, order = model_compute(model_config, config, in_chunks, device)
         return Estimate(units, order, machine_rates(config.tiers_value(), config.precision_value(), device, room))
     finally:
+        gc.collect()  # a traced model is full of cycles
         _core.trim()

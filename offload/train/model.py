@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import offload
 from offload.config import ModelTable, RunConfig
@@ -164,5 +165,7 @@ class Toy:
             torch.optim.AdamW(model.parameters(), lr=1e-4).step()
             if dtype == torch.float32:
                 plain = loss.head_is_plain(model.eval())
+        with FakeTensorMode():  # as compute is measured, see train/estimate.py
+            build(toy, "cpu")(input_ids=torch.zeros((1, 8), dtype=torch.int64))
         _prepared_step(build(toy, "cpu", torch.float32), ids)
         self.in_chunks = plain
