@@ -23,6 +23,8 @@ from offload.planner import placement
 from offload.transfer.device import CpuDevice, SimDevice
 
 SETTINGS = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
 def engines() -> list[str]:
     """Those that this build and this kernel have."""
     try:
