@@ -181,6 +181,7 @@ def test_a_run_from_the_command(run: Path) -> None:
         "bound_step_seconds", "limiting_link", "digest", "base_bytes",
     }  # fmt: skip
     assert wanted <= set(summary) and set(summary["peak_bytes"]) == {"device", "host", "nvme", "rss"}
+    assert summary["bound_step_seconds"] > 0 and summary["predicted_step_seconds"] > 0 and summary["limiting_link"] in ("compute", "nvme")
     assert summary["steps"] == 3 == len(summary["losses"]) and summary["tokens"] == 3 * 2 * 32 and not summary["interrupted"]
     lines = [json.loads(line) for line in (cwd / "runs/run/metrics.jsonl").read_text().splitlines()]
     assert [m["step"] for m in lines] == [1, 2, 3] and [m["loss"] for m in lines] == summary["losses"]

@@ -148,11 +148,18 @@ class Engine:
             opening = self.space is None and needs["nvme"] > 0
             if opening:
                 self.space = SwapSpace(self.tiers.nvme, checksum=self.tiers.checksum)
+                undo.callback(self._drop_space)
             self._open_activations(boundaries, self._further_memory(boundaries.by_tier["host"]))
             if opening and self.space is not None:
                 self.space.open()
             undo.pop_all()
         self.device.resident_bytes_high += needs["host"]
+
+    def _drop_space(self) -> None:
+        """A swap space that could not be opened is none."""
+        space, self.space = self.space, None
+        if space is not None:
+            space.close()
 
     def _open_activations(self, boundaries: Boundaries, arena: Arena) -> None:
         pool = Pool(self._more_for_boundaries, self.activations.settle, self.space)
@@ -222,9 +229,9 @@ class Engine:
                 f"and nvme {human(self.budgets['nvme'].free)}. Declare it with prepare(..., accumulate=N), "
                 "raise a budget, or call zero_grad() between"
             )
-        self._held.append(self.budgets[tier].reserve(need, "fp32 sums of gradients"))
-        if tier == "nvme":
-            self._held.append(self.budgets["host"].reserve(self.tiers.checksum_bytes(need), "checksums of fp32 sums of gradients"))
+        sums = self.tiers.checksum_bytes(need) if tier == "nvme" else 0
+        held = self.budgets["host"].reserve(sums, "checksums of fp32 sums of gradients")  # refused, if it is, before anything else is taken
+        self._held += [held, self.budgets[tier].reserve(need, "fp32 sums of gradients")]
         memory = reserve(need) if tier == "host" else None
         at = 0
 

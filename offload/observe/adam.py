@@ -25,11 +25,15 @@ BYTES_A_PARAMETER = 64  # of memory, while one form, the fp32 state and the arra
 
 @dataclass(frozen=True)
 class Form:
-    """One form of the update: its name, bytes that it must move per parameter, and a maker of a step on `n` parameters."""
+    """One form of the update: its name, bytes that it must move per parameter, and a maker of a step on `n` parameters.
+
+    Forms of the same `kind` (rule, master, moments, dtypes of gradient and copy) are the same; None: something else than an update of ours.
+    """
 
     name: str
     bytes_per_parameter: float
     make: Callable[[int], Callable[[], object]]
+    kind: tuple[object, ...] | None = None
 
 
 def _update(rule: str, master: str, moments: str, grad: torch.dtype, out: torch.dtype | None) -> Callable[[int], Callable[[], object]]:
@@ -63,7 +67,8 @@ def _form(name: str, rule: str, master: str, moments: str, grad: torch.dtype = t
     """A split master is its own copy in bf16."""
     copy = out if master == "fp32" else None
     moment = {"fp32": 8, "bf16": 4, "int8": 2 + 8 / ops.GROUP}[moments] * (2 if rule == "adam" else 1)
-    return Form(name, 8 + grad.itemsize + (copy.itemsize if copy else 0) + moment, _update(rule, master, moments, grad, copy))
+    kind = (rule, master, moments, grad, copy)
+    return Form(name, 8 + grad.itemsize + (copy.itemsize if copy else 0) + moment, _update(*kind), kind)
 
 
 FP32_STATE = _form("AdamW, bf16 gradients, bf16 copy", "adam", "fp32", "fp32")
@@ -88,10 +93,11 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def form_of(precision: Precision) -> Form:
-    """The update that a run of this precision makes."""
+    """The update that a run of this precision makes: one of `FORMS` where it is there."""
     own = precision.compute == "fp32"
     out = None if own else _DTYPES[precision.compute]
-    return _form("AdamW of the run", "adam", "fp32" if own else precision.master, precision.moments, _DTYPES[precision.grad], out)
+    made = _form("AdamW of the run", "adam", "fp32" if own else precision.master, precision.moments, _DTYPES[precision.grad], out)
+    return next((form for form in FORMS if form.kind == made.kind), made)
 
 
 def _torch_fused(n: int) -> Callable[[], object]:
