@@ -24,8 +24,6 @@ from offload.planner.layout import UnitSpec
 from offload.planner.placement import Capacities, Plan, human, plan_units
 from offload.transfer.device import CpuDevice, Device, SimDevice
 
-RELIEVE_ABOVE = 0.5  # of what the device budget leaves beside state and slots, where it is RAM
-
 
 def _device_kind(device: str | Device | None) -> Device | type[Device]:
     """The device itself, or its class; `None` picks CUDA where there is one, else the CPU."""
@@ -132,11 +130,11 @@ def prepare(
             activations=activations,
             accumulate=accumulate,
         )
-        _check_machine(model, made, target)
-        _core.tune_malloc()
-        held = made.resting["device"] + sum(made.slots)
+        own = _own_bytes(model)
+        _check_machine(own, made, target)
+        _core.keep_freed(True)
         target.in_flight_bytes_most = made.working.in_flight
-        target.resident_bytes_high = base_bytes() + made.peak_bytes["host"] + held + int(RELIEVE_ABOVE * (tiers.device - held))
+        target.resident_bytes_high = base_bytes(unknown=own) + made.peak_bytes["host"] + made.relief_bytes
         Engine(model, found, made, tiers, target, seed)
     except BaseException:
         target.close()
@@ -144,12 +142,16 @@ def prepare(
     return model
 
 
-def _check_machine(model: nn.Module, made: Plan, device: Device) -> None:
-    """Refuses before allocating what this machine or its container cannot hold. The model's own memory is given back as it is taken over."""
+def _own_bytes(model: nn.Module) -> int:
+    """This process's resident memory but for the model's own, which is given back as it is taken over."""
+    return max(0, resident_bytes() - sum(p.nbytes for p in model.parameters() if p.device.type == "cpu"))
+
+
+def _check_machine(own: int, made: Plan, device: Device) -> None:
+    """Refuses before allocating what this machine or its container cannot hold beside the process's `own` bytes."""
     limits = host_limits()
     peak = made.peak_bytes
-    own = resident_bytes() - sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
-    need = peak["host"] + (peak["device"] if device.name != "cuda" else 0) + max(own, base_bytes())
+    need = peak["host"] + (peak["device"] if device.name != "cuda" else 0) + max(own, base_bytes(unknown=0))
     if need > limits.usable:
         raise PlanError(
             f"the machine is short: the plan's memory and this process's own come to {human(need)}; usable here are {human(limits.usable)}"

@@ -106,18 +106,28 @@ def test_the_level_follows_the_variable() -> None:
         _core.sumsq(0, 0, 0, 0, level="mmx")
 
 
-def test_freed_heap_memory_can_be_given_back() -> None:
+def test_freed_heap_memory_is_kept_or_given_back() -> None:
     script = """
 from offload import _core
-import os, numpy
-if not _core.tune_malloc(): raise SystemExit('mallopt refused')
+import numpy
+if not _core.keep_freed(False): raise SystemExit('mallopt refused')
 def rss(): return int(open('/proc/self/statm').read().split()[1]) * 4096
-before = rss()
-blocks = [numpy.ones(200_000) for _ in range(200)]
-full = rss()
-del blocks
+def rise(each):
+    before = rss()
+    blocks = [numpy.ones(each) for _ in range(200)]
+    full = rss()
+    del blocks
+    return full - before, rss() - before
+returned = rise(200_000)
+_core.keep_freed(True)
+kept = rise(200_000)
 _core.trim()
-raise SystemExit(0 if full - before > 250 << 20 and rss() - before < 32 << 20 else f'{before} {full} {rss()}')
+trimmed = rss()
+again = rise(100_000)
+_core.keep_freed(False)
+_core.trim()
+ok = returned[0] > 250 << 20 and returned[1] < 32 << 20 and kept[1] > 250 << 20 and again[1] > 120 << 20 and rss() - trimmed < 32 << 20
+raise SystemExit(0 if ok else f'{returned} {kept} {again}')
 """
     done = python(script)
     assert done.returncode == 0, done.stderr

@@ -236,7 +236,9 @@ void bind_kernels(py::module_& m) {
   m.def("scale", &bind_scale, arg("dst"), arg("dtype"), arg("n"), arg("factor"), arg("threads") = 0,
         arg("level") = py::none());
   m.def("copy", &bind_copy, arg("dst"), arg("src"), arg("nbytes"), arg("threads") = 0, arg("level") = py::none());
-  m.def("tune_malloc", &tune_malloc, "Makes freed heap memory go back to the kernel; for the life of the process.");
+  m.def("keep_freed", &keep_freed, py::arg("kept"),
+        "Whether freed heap memory stays with the process or goes back to the kernel; until the next call.");
+  m.def("freed_bytes", &freed_bytes, "Bytes that are free in the heap.");
   m.def("trim", &trim, "Gives free heap pages back now; true if any memory was.");
 }
 

@@ -1,12 +1,17 @@
-// The C library's heap, which keeps freed activations unless told not to.
+// The C library's heap.
 #pragma once
+
+#include <cstddef>
 
 namespace offload {
 
-// Blocks of 1 MiB and more come from and go back to the kernel, the top of the heap is trimmed, arenas are few. Fixed
-// for the process; returns whether every setting was taken.
-bool tune_malloc();
+// Whether freed memory stays with the process for the next block, which costs no page faults, or blocks of 1 MiB and
+// more come from and go back to the kernel and the top of the heap is trimmed. Arenas are few. For the process, until
+// the next call; returns whether every setting was taken.
+bool keep_freed(bool kept);
 // Gives free heap pages back now; true if any memory was.
 bool trim();
+// What is free in the heap, of which some may not be resident.
+std::size_t freed_bytes();
 
 }  // namespace offload

@@ -136,6 +136,7 @@ class Engine:
             made = self.plan.closed(Batch(first.shape[0], max(1, rows // max(1, first.shape[0]))))
             if made.boundaries.nbytes:
                 self._reserve_boundaries(made.boundaries)
+            self.device.resident_bytes_high += made.relief_bytes - self.plan.relief_bytes
             self.plan, self.streamer.recompute = made, made.recomputes
 
     def _reserve_boundaries(self, boundaries: Boundaries) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 from offload.memory.limits import resident_bytes
 
+BASE_BYTES_MOST = 768 << 20  # the interpreter with everything imported
+
 _measured: list[int] = []
 
 
@@ -26,6 +28,6 @@ def measure(step: Callable[[], None] | None = None) -> int:
     return _measured[0]
 
 
-def base_bytes() -> int:
-    """The base that was measured last; 0 where none was."""
-    return _measured[0] if _measured else 0
+def base_bytes(unknown: int = BASE_BYTES_MOST) -> int:
+    """The base that was measured last; `unknown` where none was."""
+    return _measured[0] if _measured else unknown

@@ -16,8 +16,6 @@ from offload.memory.limits import resident_bytes, resident_bytes_max
 from offload.observe.base import base_bytes
 from offload.planner.placement import Plan, human
 
-BASE_BYTES_MOST = 768 << 20  # the interpreter with everything imported, where it was not measured
-
 
 class Runtime:
     """What runs behind one prepared model: counters, digest, synchronisation. A context manager that closes."""
@@ -39,7 +37,7 @@ class Runtime:
     def stats(self) -> dict[str, Any]:
         """Counters so far. Bytes by tier and by link, seconds by cause of stall."""
         e = self._engine
-        base = base_bytes() or BASE_BYTES_MOST
+        base = base_bytes()
         held = {t: b.peak for t, b in e.budgets.items()}
         peak_rss = resident_bytes_max()
         if e.device.name != "cuda":
@@ -82,7 +80,7 @@ class Runtime:
         e = self._engine
         held = {t: b.used for t, b in e.budgets.items()}
         if e.device.name != "cuda":
-            held["device"] = max(held["device"], resident_bytes() - (base_bytes() or BASE_BYTES_MOST) - held["host"])
+            held["device"] = max(held["device"], resident_bytes() - base_bytes() - held["host"])
         return held
 
     def reset_counters(self) -> None:

@@ -77,6 +77,11 @@ def activation_bytes(units: Sequence[UnitSpec], batch: Batch | None, compute: st
     return rest + sum(there) + max((kept_bytes(u, t, size) for u in repeated), default=0) * 3 // 2
 
 
+def largest_kept(units: Sequence[UnitSpec], batch: Batch | None, compute: str) -> int:
+    """What one unit keeps and uses on the way, at its most."""
+    return max((kept_bytes(u, batch.total, DTYPE_BYTES[compute]) for u in units), default=0) * 3 // 2 if batch else 0
+
+
 def logits_bytes(units: Sequence[UnitSpec], batch: Batch | None) -> int:
     """Logits in the compute dtype, in fp32, their softmax and their gradient."""
     if batch is None:

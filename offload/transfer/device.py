@@ -7,8 +7,10 @@ run as late as a CUDA stream may. `cuda` is the same with streams and events. A 
 from NVMe; a landing is a function that takes a gradient in memory the host can read and stores it.
 
 [Note: freed memory]
-The C library keeps freed blocks in its heap, where they count as resident: activations that are gone would still fill a device budget
-that is RAM. Above a mark below the budget they are returned to the kernel between units.
+To map pages anew for every activation takes a fifth of a step, so the C library is asked to keep what is freed for the next block. There it
+counts as resident: activations that are gone would still fill a device budget that is RAM. Between units resident memory, less a part of what is free
+for the next unit to use, is held against a mark below the budget; above it free memory is returned to the kernel. Memory is scarce then, so large
+blocks go back as they are freed from then on.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from offload.memory.limits import resident_bytes
 from offload.memory.shard import Shard
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import Done, Pace, SwapQueue, Transfer
+
+REUSED_SHARE = 2  # one part in so many of what is free in the heap surely serves what is allocated next
 
 Landing = Callable[[torch.Tensor], None]
 Put = Callable[[torch.Tensor, torch.Tensor], None]  # fills its first argument from its second; the bytes are there when it returns
@@ -95,7 +99,9 @@ class Device(ABC):
 
     def relieve(self) -> None:
         """Called between units: gives memory that compute has freed back, where it is scarce. See [Note: freed memory]."""
-        if resident_bytes() > self.resident_bytes_high:
+        resident = resident_bytes()
+        if resident > self.resident_bytes_high and resident - _core.freed_bytes() // REUSED_SHARE > self.resident_bytes_high:
+            _core.keep_freed(False)
             _core.trim()
 
     def settle(self) -> None:
