@@ -28,23 +28,46 @@ inline void adam_step(const AdamScalars& s, Floats& p, Floats g, Floats& m, Floa
   adam_move(s, p, m, v);
 }
 
+// Lanes from element i on. `out` is the copy's own address.
+template <bool kCoupled, class Grad, class Out>
+inline void adam_lanes(const AdamScalars& s, float* master, const Grad* grad, float* exp_avg, float* exp_avg_sq,
+                       Out* out, std::size_t i) {
+  ahead(master + i);
+  ahead(grad + i);
+  ahead(exp_avg + i);
+  ahead(exp_avg_sq + i);
+  Floats p = load(master + i), m = load(exp_avg + i), v = load(exp_avg_sq + i);
+  adam_step<kCoupled>(s, p, load(grad + i), m, v);
+  store(exp_avg + i, m);
+  store(exp_avg_sq + i, v);
+  store(master + i, p);
+  if constexpr (!is_same<Out, Nothing>) store(out, p);
+}
+
 template <bool kCoupled, class Grad, class Out>
 void adam_range(const Coefficients& c, float* master, const Grad* grad, float* exp_avg, float* exp_avg_sq, Out* out,
                 std::size_t n) {
   constexpr bool kCopies = !is_same<Out, Nothing>;
   const AdamScalars s = adam_scalars(c);
   std::size_t i = 0;
+  if constexpr (kCopies) {
+    // Whole lines past the caches: nothing reads the copy soon, and a line that is written whole need not be read.
+    if (reinterpret_cast<__UINTPTR_TYPE__>(out) % kLine == 0) {
+      alignas(64) Out copied[kGroup];
+      for (; i + kGroup <= n; i += kGroup) {
+        for (std::size_t j = 0; j < kGroup; j += kLanes)
+          adam_lanes<kCoupled>(s, master, grad, exp_avg, exp_avg_sq, copied + j, i + j);
+        for (std::size_t j = 0; j < kGroup; j += kLine / sizeof(Out))
+          stream(reinterpret_cast<char*>(out + i + j), reinterpret_cast<const char*>(copied + j));
+      }
+      stream_end();
+    }
+  }
   for (; i + kLanes <= n; i += kLanes) {
-    ahead(master + i);
-    ahead(grad + i);
-    ahead(exp_avg + i);
-    ahead(exp_avg_sq + i);
-    Floats p = load(master + i), m = load(exp_avg + i), v = load(exp_avg_sq + i);
-    adam_step<kCoupled>(s, p, load(grad + i), m, v);
-    store(exp_avg + i, m);
-    store(exp_avg_sq + i, v);
-    store(master + i, p);
-    if constexpr (kCopies) store(out + i, p);
+    if constexpr (kCopies)
+      adam_lanes<kCoupled>(s, master, grad, exp_avg, exp_avg_sq, out + i, i);
+    else
+      adam_lanes<kCoupled>(s, master, grad, exp_avg, exp_avg_sq, out, i);
   }
   if (const std::size_t rest = n - i) {
     Floats p = load_some(master + i, rest), m = load_some(exp_avg + i, rest), v = load_some(exp_avg_sq + i, rest);
