@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ def build(sizes: dict[str, int], device: str = "meta", dtype: torch.dtype = torc
         num_attention_heads=max(1, sizes["width"] // 64), use_cache=False,
     )  # fmt: skip
     torch.manual_seed(0)
-    with torch.device(device), torch.random.fork_rng(devices=[]):
+    with torch.device(device) if device != "cpu" else nullcontext():  # DeepSpeed's own way to build models bears no other around it
         previous = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:

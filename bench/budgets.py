@@ -23,7 +23,7 @@ from offload.planner.cost import traffic_of
 
 MIB = 1 << 20
 NOISE = 1.05  # a step may take so much of what it took with less memory
-CHUNKED = 0.05  # of the most bytes: what a chunk more or less makes
+ALLOWED = 0.10  # of the most bytes: what staging buffers, which grow with the budget, take from state, and a chunk more or less
 
 Fits = Callable[[int], bool]
 
@@ -130,7 +130,7 @@ def main() -> None:
         sweep = Sweep(_llama.sizes(given), Path(directory))
         rows = measure(sweep, given)
     failed = [f"{row['host_bytes'] // MIB} MiB: {what}" for row in rows for what, wrong in {
-        "more NVMe bytes than in proportion": row["nvme_bytes"] > row["nvme_bytes_in_proportion"] + CHUNKED * rows[0]["nvme_bytes"],
+        "more NVMe bytes than in proportion": row["nvme_bytes"] > row["nvme_bytes_in_proportion"] + ALLOWED * rows[0]["nvme_bytes"],
         "slower than with less memory": row["over_less_memory"] > NOISE,
     }.items() if wrong]  # fmt: skip
     figures: dict[str, Any] = {"sizes": _llama.sizes(given), "device_bytes": sweep.device, "steps": given.steps, "noise": NOISE, "failed": failed,

@@ -3,8 +3,9 @@
     python bench/links.py [--rounds 7] [--steps 4] [--ratios 0.5 1 2] [--json] [--out bench/results/links.json]
 
 All state rests in the host. The bound is max(forward + Adam, link of the forward) + max(backward, link of the backward): forward and backward are
-plain torch's on the same weights and batch, and Adam is the update alone on the same memory and cores, all timed in turn with the steps. A link
-takes its bytes over its bandwidth: the parameters once in each pass; the gradients go the other way in backward.
+plain torch's on the same weights and batch, and Adam is the update alone on the same cores, all timed in turn with the steps. Parameters go over a
+link once in each pass, gradients over the other in backward; a link's speed is what it does alone, which is its set bandwidth less the copying that
+stands for it here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,14 @@ import torch
 import _llama
 import _result
 import offload
+from offload import ops
+from offload.memory.shard import Shard
 from offload.observe.adam import form_of
-from offload.planner.cost import traffic_of
-from offload.transfer.device import SimDevice
+from offload.planner.cost import Traffic, traffic_of
+from offload.transfer.device import Copy, SimDevice
 
 LIMIT = 1.10
+TIERS = offload.Tiers("12GiB", "6GiB")  # what else this process holds, the plain model among it, counts against the device where it is RAM
 
 
 class Plain:
@@ -46,8 +51,47 @@ class Plain:
         return middle - start, end - middle
 
 
-def bound(forward: float, backward: float, adam: float, link: dict[str, float]) -> float:
-    return max(forward + adam, link["forward"]) + max(backward, link["backward"])
+def link_rate(device: SimDevice, nbytes: int) -> float:
+    """Bytes a second of a link by itself."""
+    shard = Shard("host", nbytes, memory=ops.empty(nbytes, torch.uint8).random_(0, 255))
+    copy = Copy(ops.empty(nbytes, torch.uint8).zero_(), shard, 0, torch.uint8)
+
+    def fetched() -> float:
+        start = time.perf_counter()
+        for transfer in [device.fetch([copy], None, lambda: None) for _ in range(4)]:
+            transfer.wait()
+        return time.perf_counter() - start
+
+    return 4 * nbytes / statistics.median(fetched() for _ in range(4))
+
+
+class Linked:
+    """A run on `sim` whose links need `ratio` times `compute` seconds for what a step fetches."""
+
+    def __init__(self, sizes: dict[str, int], ratio: float, compute: float, moved: Traffic) -> None:
+        bandwidth = moved.h2d / (ratio * compute) if ratio else math.inf
+        device = SimDevice(h2d=bandwidth, d2h=bandwidth)
+        rate = link_rate(device, moved.h2d // 2 // sizes["blocks"])
+        self.link = {"forward": moved.h2d / 2 / rate, "backward": max(moved.h2d / 2, moved.d2h) / rate}
+        self.run = _llama.Run(sizes, TIERS, device=device, place=_llama.HOST, activations="keep")
+        self.run.seconds([None] * 2)
+        self.run.runtime.reset_counters()
+        self.rounds: list[dict[str, float]] = []
+
+    def measure(self, plain: Plain, update: Callable[[], object], steps: int) -> None:
+        forward, backward = (statistics.median(side) for side in zip(*(plain.seconds() for _ in range(3)), strict=True))
+        start = time.perf_counter()
+        update()
+        adam = time.perf_counter() - start
+        bound = max(forward + adam, self.link["forward"]) + max(backward, self.link["backward"])
+        self.rounds.append({"step": self.run.seconds([None] * steps), "bound": bound, "forward": forward, "backward": backward, "adam": adam})
+
+    def row(self, steps: int) -> dict[str, Any]:
+        found = {"ratio": statistics.median(r["step"] / r["bound"] for r in self.rounds)}
+        found |= {f"{name}_seconds": statistics.median(r[name] for r in self.rounds) for name in self.rounds[0]}
+        found |= {f"{name}_link_seconds": seconds for name, seconds in self.link.items()}
+        found |= {f"{cause}_stall_seconds": s / len(self.rounds) / steps for cause, s in self.run.runtime.stats()["stall_seconds"].items()}
+        return {name: round(value, 4) for name, value in found.items()}
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
@@ -55,47 +99,23 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     plain = Plain(sizes)
     n = sum(p.numel() for p in plain.model.parameters())
     update = form_of(offload.Precision()).make(n)
-    first = [plain.seconds() for _ in range(4)][1:]
-    compute = statistics.median(f + b for f, b in first)
-    plan = offload.plan(_llama.build(sizes), offload.Tiers("2GiB", "6GiB"), device="sim", place=_llama.HOST, batch=(1, given.tokens))
-    moved = traffic_of(plan, direct=False)
-    taken: dict[float, list[dict[str, float]]] = {ratio: [] for ratio in given.ratios}
-    stalls: dict[float, dict[str, float]] = {}
-    with ExitStack() as stack:
-        runs, links = {}, {}
-        for ratio in given.ratios:
-            bandwidth = moved.h2d / (ratio * compute) if ratio else math.inf
-            links[ratio] = {"forward": moved.h2d / 2 / bandwidth, "backward": max(moved.h2d / 2, moved.d2h) / bandwidth}
-            device = SimDevice(h2d=bandwidth, d2h=bandwidth)
-            runs[ratio] = stack.enter_context(
-                _llama.Run(sizes, offload.Tiers("2GiB", "6GiB"), device=device, place=_llama.HOST, activations="keep")
-            )
-            runs[ratio].seconds([None] * 2)
-            runs[ratio].runtime.reset_counters()
-        for _ in range(given.rounds):
-            for ratio, run in runs.items():
-                passes = [plain.seconds() for _ in range(3)]
-                forward, backward = (statistics.median(side) for side in zip(*passes, strict=True))
-                start = time.perf_counter()
-                update()
-                adam = time.perf_counter() - start
-                step = run.seconds([None] * given.steps)
-                taken[ratio].append({"step": step, "forward": forward, "backward": backward, "adam": adam,
-                                     "bound": bound(forward, backward, adam, links[ratio])})  # fmt: skip
-        for ratio, run in runs.items():
-            steps = given.rounds * given.steps
-            stalls[ratio] = {cause: round(seconds / steps, 4) for cause, seconds in run.runtime.stats()["stall_seconds"].items()}
+    compute = statistics.median(sum(plain.seconds()) for _ in range(3))
+    plan = offload.plan(_llama.build(sizes), TIERS, device="sim", place=_llama.HOST, batch=(1, given.tokens), activations="keep")
     rows = []
-    for ratio, rounds in taken.items():
-        row: dict[str, Any] = {"link_over_compute": ratio, "ratio": round(statistics.median(r["step"] / r["bound"] for r in rounds), 4)}
-        row |= {f"{name}_seconds": round(statistics.median(r[name] for r in rounds), 4) for name in rounds[0]}
-        rows.append(row | {f"{name}_link_seconds": round(links[ratio][name], 4) for name in links[ratio]} | {"stall_seconds": stalls[ratio]})
+    with ExitStack() as stack:
+        runs = {ratio: Linked(sizes, ratio, compute, traffic_of(plan, direct=False)) for ratio in given.ratios}
+        for linked in runs.values():
+            stack.enter_context(linked.run)
+        for _ in range(given.rounds):
+            for linked in runs.values():
+                linked.measure(plain, update, given.steps)
+        rows = [{"link_over_compute": ratio, **linked.row(given.steps)} for ratio, linked in runs.items()]
     return {"parameters": n, "sizes": sizes, "limit": LIMIT, "rows": rows}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    _llama.add_sizes(parser, width=1024, blocks=8, vocabulary=8192, tokens=512)
+    _llama.add_sizes(parser, width=512, blocks=24, vocabulary=4096, tokens=1024)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="times of the links over that of compute; 0: no limit")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4)
