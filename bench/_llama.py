@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 if TYPE_CHECKING:
     import offload  # where it runs it is imported late: the peers' interpreter need not have it
@@ -27,14 +28,12 @@ def sizes(given: argparse.Namespace) -> dict[str, int]:
 
 
 def build(sizes: dict[str, int], device: str = "meta", dtype: torch.dtype = torch.float32) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     config = LlamaConfig(
         vocab_size=sizes["vocabulary"], hidden_size=sizes["width"], intermediate_size=sizes["width"] * 11 // 4, num_hidden_layers=sizes["blocks"],
         num_attention_heads=max(1, sizes["width"] // 64), use_cache=False,
     )  # fmt: skip
     torch.manual_seed(0)
-    with torch.device(device) if device != "cpu" else nullcontext():  # DeepSpeed's own way to build models bears no other around it
+    with torch.device(device) if device != "cpu" else nullcontext():
         previous = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:

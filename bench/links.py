@@ -1,11 +1,11 @@
 """Steps on `sim` whose links take 0.5, 1 and 2 times as long as compute, against what perfect overlap would make of them.
 
-    python bench/links.py [--rounds 7] [--steps 4] [--ratios 0.5 1 2] [--json] [--out bench/results/links.json]
+    python bench/links.py [--rounds 5] [--steps 3] [--ratios 0.5 1 2] [--json] [--out bench/results/links.json]
 
 All state rests in the host. The bound is max(forward + Adam, link of the forward) + max(backward, link of the backward): forward and backward are
 plain torch's on the same weights and batch, and Adam is the update alone on the same cores, all timed in turn with the steps. Parameters go over a
 link once in each pass, gradients over the other in backward; a link's speed is what it does alone, which is its set bandwidth less the copying that
-stands for it here.
+stands for it here. Compute leaves one core to the threads that play copy engines: a device's compute would take none from them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -96,6 +97,7 @@ class Linked:
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     sizes = _llama.sizes(given)
+    torch.set_num_threads(given.threads)
     plain = Plain(sizes)
     n = sum(p.numel() for p in plain.model.parameters())
     update = form_of(offload.Precision()).make(n)
@@ -110,15 +112,16 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             for linked in runs.values():
                 linked.measure(plain, update, given.steps)
         rows = [{"link_over_compute": ratio, **linked.row(given.steps)} for ratio, linked in runs.items()]
-    return {"parameters": n, "sizes": sizes, "limit": LIMIT, "rows": rows}
+    return {"parameters": n, "sizes": sizes, "threads": given.threads, "limit": LIMIT, "rows": rows}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    _llama.add_sizes(parser, width=512, blocks=24, vocabulary=4096, tokens=1024)
+    _llama.add_sizes(parser, width=512, blocks=24, vocabulary=4096, tokens=512)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="times of the links over that of compute; 0: no limit")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1), help="of compute")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path, help="a file for the result")
     given = parser.parse_args()
