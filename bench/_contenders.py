@@ -65,7 +65,7 @@ def _deepspeed(settings: dict[str, Any], ids: torch.Tensor, nvme: bool) -> tuple
     optimizer: dict[str, Any] = {"device": "cpu"}
     if nvme:  # its buffers hold a parameter each, or a group's part of one array
         there = {"device": "nvme", "nvme_path": settings["directory"], "pin_memory": True}
-        parameter = there | {"buffer_count": 24, "buffer_size": -(-sizes["vocabulary"] * sizes["width"] // 1024 + 1) * 1024}
+        parameter = there | {"buffer_count": 24, "buffer_size": (sizes["vocabulary"] * sizes["width"] // 1024 + 1) * 1024}
         optimizer = there | {"buffer_count": 16, "pipeline_read": True, "pipeline_write": True}
     config = {
         "train_micro_batch_size_per_gpu": 1,
