@@ -98,7 +98,7 @@ def _ours(settings: dict[str, Any], nvme: bool) -> tuple[Step, Step]:
 
 CONTENDERS: dict[str, Callable[[dict[str, Any], torch.Tensor], tuple[Step, Step]]] = {
     "ours, all in host": lambda settings, ids: _ours(settings, False),
-    "ours, state on NVMe": lambda settings, ids: _ours(settings, True),
+    "ours, 3 GiB and NVMe": lambda settings, ids: _ours(settings, True),
     "plain torch, autocast": plain,
     "FSDP2": fsdp2,
     "DeepSpeed ZeRO-3, CPU": lambda settings, ids: _deepspeed(settings, ids, False),

@@ -3,7 +3,8 @@
     python bench/step.py [--steps 5] [--rounds 3] [--peers PYTHON] [--path DIR] [--json] [--out bench/results/step.json]
 
 Contenders take turns, each in a process of its own (bench/_contenders.py); medians of rounds. `--peers` names an interpreter that has DeepSpeed, if
-this one has not; without any its rows are missing. One rank, on the CPU. With its state on NVMe, ours gets 3 GiB of memory; DeepSpeed takes its own.
+this one has not; without any its rows are missing. One rank, on the CPU. What of ours does not fit in 3 GiB is on NVMe;
+DeepSpeed takes the memory it takes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import _llama
 import _result
 
 OURS = "ours, all in host"
-ON_NVME = ("ours, state on NVMe", "DeepSpeed ZeRO-3, NVMe")
+ON_NVME = ("ours, 3 GiB and NVMe", "DeepSpeed ZeRO-3, NVMe")
 
 
 def has_deepspeed(python: str) -> bool:
