@@ -9,16 +9,13 @@ Prints each format's held-out loss, before and after, and its distance from fp32
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import _result
+import _train
 
-RUN = Path(__file__).parent.parent / "examples" / "smollm2.toml"
 FORMATS = {
     "fp32 moments": {},
     "bf16 moments": {"moments": "bf16"},
@@ -29,16 +26,8 @@ LIMITS = {"bf16 moments": 0.005, "int8 moments": 0.01, "split master, int8 momen
 
 
 def train(settings: dict[str, str], given: argparse.Namespace, out: Path) -> dict[str, Any]:
-    overrides = {
-        "train.steps": given.steps, "data.seq_length": given.seq_length, "data.eval_sequences": given.eval_sequences, "train.activations": "keep",
-        "tiers.device": "3GiB", "tiers.host": "4GiB", "tiers.nvme": "[]",
-    } | {f"precision.{key}": value for key, value in settings.items()}  # fmt: skip
-    command = [sys.executable, "-m", "offload", "train", str(RUN), "--out", str(out), "--json"]
-    for key, value in overrides.items():
-        command += ["--set", f"{key}={value}"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    shape = {"train.steps": given.steps, "data.seq_length": given.seq_length, "data.eval_sequences": given.eval_sequences}
+    return _train.train(shape | _train.IN_MEMORY | {f"precision.{key}": value for key, value in settings.items()}, out)
 
 
 def main() -> None:
