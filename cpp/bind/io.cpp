@@ -397,6 +397,8 @@ void bind_pipeline(py::module_& m) {
            "A batch that reads ahead, as far as frames are free, all but `late_reads`; nothing is updated until "
            "begin().")
       .def("begin", &begin, py::arg("batch"), py::arg("hyper"), py::arg("refresh") = false)
+      .def("waited", &Pipeline::waited,
+           "Seconds that its thread has had nothing to do but wait for reads, and for writes, until now.")
       .def("cancel", &Pipeline::cancel, py::arg("batch"), py::call_guard<py::gil_scoped_release>(),
            "The prepared batch changes nothing; its wait() returns when it reads no more.");
 }

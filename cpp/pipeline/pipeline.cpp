@@ -6,6 +6,7 @@
 #include <iterator>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 namespace offload {
 
@@ -306,11 +307,26 @@ void Pipeline::rest(Lock& lock) {
   const RunPtr next = framed_.empty() ? nullptr : framed_.front();
   const bool reading = next && next->stage == Stage::kReading;
   const auto start = Clock::now();
+  rest_ = reading ? Rest::kRead : writes_flying_ != 0 ? Rest::kWrite : Rest::kNone;
+  rest_since_ = start;
   signal_->changed.wait(lock);
+  std::tie(waited_read_seconds_, waited_write_seconds_) = waited_now();
+  rest_ = Rest::kNone;
   if (!next || !next->batch->begun_) return;
   const double seconds = seconds_since(start);
   const std::lock_guard<std::mutex> guard(next->batch->mutex_);
   (reading ? next->batch->stats_.read_wait_seconds : next->batch->stats_.write_wait_seconds) += seconds;
+}
+
+std::pair<double, double> Pipeline::waited() const {
+  const Lock lock(signal_->mutex);
+  return waited_now();
+}
+
+std::pair<double, double> Pipeline::waited_now() const {
+  const double under_way = rest_ == Rest::kNone ? 0 : seconds_since(rest_since_);
+  return {waited_read_seconds_ + (rest_ == Rest::kRead ? under_way : 0),
+          waited_write_seconds_ + (rest_ == Rest::kWrite ? under_way : 0)};
 }
 
 void Pipeline::start(Lock& lock, const RunPtr& run, const std::vector<Move>& moves, bool write) {

@@ -3,12 +3,14 @@
 
 #include <sys/types.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "pipeline/batch.h"
@@ -69,6 +71,8 @@ class Pipeline {
   const PipelineOptions& options() const { return options_; }
   size_t frames() const { return frames_.size(); }
   bool foreign() const;
+  // How long its thread has had nothing to do but wait for reads, and for writes, so far.
+  std::pair<double, double> waited() const;
   // Finishes what was submitted and takes no more; false when a device is stuck and it cannot be finished.
   bool finish();
 
@@ -103,6 +107,7 @@ class Pipeline {
   bool flush(Lock& lock);
   bool step(Lock& lock);
   void rest(Lock& lock);
+  std::pair<double, double> waited_now() const;
   RunPtr choose() const;
   void read(Lock& lock, const RunPtr& run, bool late);
   bool must_wait(const Run& run) const;
@@ -132,6 +137,11 @@ class Pipeline {
   uint64_t order_ = 0;
   size_t reads_flying_ = 0;
   size_t writes_flying_ = 0;
+  enum class Rest { kNone, kRead, kWrite };
+  Rest rest_ = Rest::kNone;
+  std::chrono::steady_clock::time_point rest_since_;
+  double waited_read_seconds_ = 0;
+  double waited_write_seconds_ = 0;
   std::shared_ptr<Batch> prepared_;
   std::optional<io::IoError> broken_;
   bool closing_ = false;

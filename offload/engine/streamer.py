@@ -157,6 +157,7 @@ class Streamer:
             return None  # a copy of the model took the hooks along
         if torch._C._current_graph_task_id() < 0:  # inside a backward it is a recomputation, whose leases stand
             self._end_backward()
+            self.slots.device.stalls.computing()
             self.activations.begin()
         for unit_module, handle in self._enter_hooks:  # last, so that what is recomputed starts from what the user's hooks made
             hooks = unit_module._forward_pre_hooks
@@ -325,6 +326,7 @@ class Streamer:
     def _enter_backward(self, number: int, rebind: bool, mark: tuple[int, int]) -> None:
         if self._backward.task == -1:
             self._backward.task = torch._C._current_graph_task_id()
+            self.slots.device.stalls.computing("backward")
             if _within_backward_of_checkpoint():
                 self.gradients.nested_backward()
             else:

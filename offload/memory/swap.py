@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from offload import _core
 from offload.config import format_size, parse_size
 from offload.errors import BudgetError, ConfigError, SwapError
+from offload.memory.stalls import Stalls
 
 if TYPE_CHECKING:
     import torch
@@ -313,7 +314,7 @@ class SwapSpace:
 
     def __init__(self, directories: Iterable[tuple[str | os.PathLike[str], int | str]], *, owner: str = "offload", engine: str = "auto",
                  direct: bool = True, queue_depth: int = 32, block: int | str = "1MiB", checksum: bool = False,
-                 stuck_after: float = STUCK_AFTER) -> None:  # fmt: skip
+                 stuck_after: float = STUCK_AFTER, stalls: Stalls | None = None) -> None:  # fmt: skip
         self._homes = [_Home(Path(directory), parse_size(capacity)) for directory, capacity in directories]
         self._owner = owner
         self._engine = engine
@@ -322,6 +323,7 @@ class SwapSpace:
         self._block = block
         self._checksum = checksum
         self._stuck_after = stuck_after
+        self.stalls = stalls or Stalls()
         self._next = 0
         self._opened = False
         self._counted: dict[str, int] = {}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from offload.memory.arena import Arena
+from offload.memory.stalls import FETCH, GRADIENT
 from offload.transfer.device import Copy, Device, Landing, Put, _host_view, _through_frames
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import SwapQueue, Transfer
@@ -54,8 +55,8 @@ class CudaDevice(Device):
         self._copy_in = torch.cuda.Stream(self.compute)
         self._copy_out = torch.cuda.Stream(self.compute)
         self._pinned: list[int] = []
-        self._in = SwapQueue("h2d")
-        self._out = SwapQueue("d2h")
+        self._in = SwapQueue("h2d", stalls=self.stalls, cause=FETCH)
+        self._out = SwapQueue("d2h", stalls=self.stalls, cause=GRADIENT)
 
     def register(self, host: Arena) -> None:
         """Pins the host arena at its exact size; where the system refuses, copies are slower and that is said."""

@@ -23,6 +23,7 @@ from offload import _core
 from offload.memory.arena import PAGE, Arena
 from offload.memory.limits import resident_bytes
 from offload.memory.shard import Shard
+from offload.memory.stalls import ACTIVATION, FETCH, GRADIENT, Stalls
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import Done, Pace, SwapQueue, Transfer
 
@@ -58,6 +59,7 @@ class Device(ABC):
 
     def __init__(self) -> None:
         self.moved = {"h2d": 0, "d2h": 0}
+        self.stalls = Stalls()
         self.resident_bytes_high = 1 << 62
         self.in_flight_bytes_most = 1 << 62
 
@@ -163,24 +165,27 @@ class CpuDevice(Device):
     def fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None]) -> Transfer:
         ready()
         parts: list[Transfer] = []
-        for copy in copies:
-            if copy.shard.memory is not None:
-                copy.target.view(-1).copy_(_host_view(copy))
-            elif copy.plain:
-                parts.append(copy.shard.read_async(copy.start, copy.target.view(-1).view(torch.uint8)))
-            else:
-                assert frames is not None
-                _through_frames(copy, frames, _put)
+        with self.stalls.waiting(FETCH):
+            for copy in copies:
+                if copy.shard.memory is not None:
+                    copy.target.view(-1).copy_(_host_view(copy))
+                elif copy.plain:
+                    parts.append(copy.shard.read_async(copy.start, copy.target.view(-1).view(torch.uint8)))
+                else:
+                    assert frames is not None
+                    _through_frames(copy, frames, _put)
         return _Several(parts)
 
     def send(self, source: torch.Tensor, land: Landing) -> Transfer:
         self.moved["d2h"] += source.numel() * source.element_size()
-        land(source)
+        with self.stalls.waiting(GRADIENT):
+            land(source)
         return Done()
 
     def stow(self, source: torch.Tensor, store: Callable[[Put], None]) -> Transfer:
         self.moved["d2h"] += source.nbytes
-        store(_put)
+        with self.stalls.waiting(ACTIVATION):
+            store(_put)
         return Done()
 
 
@@ -194,8 +199,8 @@ class SimDevice(Device):
 
     def __init__(self, h2d: float | None = None, d2h: float | None = None, seed: int | None = None) -> None:
         super().__init__()
-        self._in = SwapQueue("h2d", pace=Pace(h2d, seed))
-        self._out = SwapQueue("d2h", pace=Pace(d2h, None if seed is None else seed + 1))
+        self._in = SwapQueue("h2d", pace=Pace(h2d, seed), stalls=self.stalls, cause=FETCH)
+        self._out = SwapQueue("d2h", pace=Pace(d2h, None if seed is None else seed + 1), stalls=self.stalls, cause=GRADIENT)
 
     def memory(self, nbytes: int) -> Arena:
         return Arena("device", nbytes)
