@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -190,6 +191,9 @@ def test_a_run_from_the_command(run: Path) -> None:
         assert set(m["stall_seconds"]) == set(CAUSES) and min(m["stall_seconds"].values()) >= 0
         assert m["compute_seconds"] + sum(m["stall_seconds"].values()) == pytest.approx(m["seconds"])
     assert all(summary["stall_seconds"][c] == pytest.approx(sum(m["stall_seconds"][c] for m in lines)) for c in CAUSES)
+    trace = json.loads(gzip.decompress((cwd / "runs/run/trace.json.gz").read_bytes()))
+    held = [e["args"] for e in trace["traceEvents"] if e["name"] == "bytes"]
+    assert held and all(0 <= b[tier] <= summary["budget_bytes"][tier] for b in held for tier in summary["budget_bytes"])
     assert "step 3/3" in done.stderr and "held-out loss after" in done.stderr
     assert not list((cwd / "swap").glob("*"))
 

@@ -361,7 +361,7 @@ class Activations:
         target = self.device.scratch(resting.shard.nbytes)
         part = target if resting.shard.memory is None else target[: away.form.nbytes]
         with self.device.stalls.waiting(ACTIVATION):
-            arriving = self.device.fetch([Copy(part, resting.shard, 0, torch.uint8)], self._frames, resting.settled)
+            arriving = self.device.fetch([Copy(part, resting.shard, 0, torch.uint8)], self._frames, resting.settled, "activation")
         if self.device.direct:
             resting.reads.append(arriving)
         away.coming = target, arriving

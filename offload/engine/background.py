@@ -151,6 +151,8 @@ class Background:
 
     def replace(self, updates: Updates) -> None:
         """From now on these are the jobs. Nothing is under way or read ahead."""
+        if self._stalls.recorder is not None:
+            updates.pipeline.trace(self._stalls.recorder.most)
         self._updates = updates
 
     def hyper(self) -> np.ndarray[Any, Any]:
@@ -162,6 +164,20 @@ class Background:
         self._prepared = self._dropped = None
         self._batches.clear()
         self._jobs = [{} for _ in self._units]
+
+    def trace(self, most: int) -> None:
+        """From here on the newest `most` jobs are noted; 0: none."""
+        if self._updates.pipeline is not None:
+            self._updates.pipeline.trace(most)
+
+    def traced(self) -> tuple[list[tuple[str, tuple[float, ...]]], int]:
+        """What was noted, oldest first: the chunk's name, and when its read, update and write began and ended; and how many gave way."""
+        if self._updates.pipeline is None:
+            return [], 0
+        jobs, gone = self._updates.pipeline.traced()
+        places = self._updates.places()
+        named = [(f"{self._units[places[job[0]][0]].name} {places[job[0]][1]}", job[1:]) for job in jobs]
+        return named, gone
 
     def seconds(self) -> dict[str, float]:
         """What the pipeline did so far: seconds read_wait, write_wait, compute; bytes_read, bytes_written."""

@@ -272,6 +272,8 @@ class Engine:
         """
         check_process(self._owner)
         self.stalls.computing()
+        if self.stalls.recorder is not None:
+            self.stalls.recorder.stepped()
         self.background.check()
         self.gradients.flush()
         self.device.settle()

@@ -220,6 +220,14 @@ class Gradients:
         finally:
             self._lock.release()
 
+    @contextmanager
+    def _landing(self, record: Record) -> Iterator[None]:
+        recorder = self.device.stalls.recorder
+        start = recorder.clock() if recorder is not None else 0.0
+        yield
+        if recorder is not None:
+            recorder.span("landing", record.name, start)
+
     def write(self, record: Record, value: torch.Tensor) -> None:
         self._check()
         entry = self._entries[record.number]
@@ -324,7 +332,7 @@ class Gradients:
         if entry.zeroed and accumulate:
             self._store(record, torch.zeros(record.numel, dtype=self.dtype), accumulate=False)
         self._release(record)
-        with self._alone_here():
+        with self._alone_here(), self._landing(record):
             entry.zeroed = False
             for chunk, start, first, stop in self._pieces(record):
                 part = self._memory(record, chunk, fresh=not accumulate and self._alone(record, chunk), dirty=True)

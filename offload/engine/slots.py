@@ -270,7 +270,7 @@ class Slots:
             for view, shard, flat in zip(views, unit.parameters, unit.layout.flats, strict=True)
             if flat.numel
         ]
-        slot.arriving = self.device.fetch(copies, self.frames, lambda: self._background.wait_unit(number, tell=False))
+        slot.arriving = self.device.fetch(copies, self.frames, lambda: self._background.wait_unit(number, tell=False), unit.name)
         return slot
 
 

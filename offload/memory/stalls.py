@@ -16,11 +16,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
+from offload.memory.recorder import Recorder
+
 FETCH, NVME_READ, NVME_WRITE, GRADIENT, UPDATE, STAGING, ACTIVATION = CAUSES = (
     "fetch", "nvme_read", "nvme_write", "gradient", "update", "staging", "activation",
 )  # fmt: skip
 
 Behind = Callable[[], Mapping[str, float]]  # seconds by cause that what is waited for has itself waited until now
+SHORTEST_NOTED = 1e-6  # seconds, in a trace
 _NO_WAIT = nullcontext()
 
 
@@ -57,11 +60,18 @@ class _Wait:
                 waits[-1]._resume(now)
 
     def _resume(self, now: float) -> None:
-        self._since, self._before = now, self._behind() if self._behind is not None else {}
+        self._since = now
+        if self._behind is not None:
+            self._before = self._behind()
 
     def _book(self, now: float) -> None:
-        for cause, seconds in self.parts(now).items():
+        if self._behind is None and self._stalls.recorder is None:
+            self._lane.seconds[self.cause] += now - self._since
+            return
+        parts = self.parts(now)
+        for cause, seconds in parts.items():
             self._lane.seconds[cause] += seconds
+        self._stalls.note(self._lane, self._since, now, parts)
 
     def parts(self, now: float) -> dict[str, float]:
         """Seconds by cause since it was entered or resumed."""
@@ -83,6 +93,7 @@ class Stalls:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock, self.lock = clock, threading.RLock()
+        self.recorder: Recorder | None = None  # while a trace is recorded; see [Note: recording]
         self._compute = Lane()
         self._threads = dict.fromkeys(("forward", "backward"), threading.get_ident())
         self._lanes = {threading.get_ident(): self._compute}
@@ -121,6 +132,12 @@ class Stalls:
                 for cause, seconds in lane.waits[-1].parts(self.clock()).items():
                     total[cause] += seconds
             return total
+
+    def note(self, lane: Lane, since: float, now: float, parts: Mapping[str, float]) -> None:
+        """Records a wait of the compute thread, named by what took most of it."""
+        recorder = self.recorder
+        if recorder is not None and lane is self._compute and now - since > SHORTEST_NOTED:
+            recorder.span("stalls", max(parts, key=lambda c: parts[c]), since, parts if len(parts) > 1 else None, now)
 
     def seconds(self) -> dict[str, float]:
         """Seconds by cause that compute has waited so far."""

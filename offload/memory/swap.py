@@ -374,6 +374,8 @@ class SwapSpace:
             self.close()
             raise
         self._opened = True
+        if self.stalls.recorder is not None:
+            self.trace(self.stalls.recorder.most)
 
     def read(self, extent: Extent, start: int, address: int, nbytes: int, keep: object = None) -> Any:
         """Starts reading `nbytes` from byte `start` of the extent into memory at `address`; returns the transfer.
@@ -391,6 +393,20 @@ class SwapSpace:
         if self._homes[file].file is None:
             raise ValueError("the swap space is not open")
         return self._homes[file].file
+
+    def depths(self) -> dict[str, int]:
+        """Transfers that are not done, by directory."""
+        return {f"nvme {home.directory}": home.engine.outstanding for home in self._homes if home.engine is not None}
+
+    def trace(self, most: int) -> None:
+        """From here on the newest `most` transfers of each directory are noted; 0: none."""
+        for home in self._homes:
+            if home.engine is not None:
+                home.engine.trace(most)
+
+    def traced(self) -> dict[str, tuple[list[tuple[bool, int, float, float]], int]]:
+        """By directory what was noted, (write, bytes, start, stop), oldest first, and how many gave way."""
+        return {str(home.directory): home.engine.traced() for home in self._homes if home.engine is not None}
 
     def drain(self) -> None:
         """Waits for all transfers; their errors are raised by their own `wait()`."""

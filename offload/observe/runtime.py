@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from offload.errors import ConfigError
 from offload.memory.limits import resident_bytes, resident_bytes_max
 from offload.memory.stalls import CAUSES
 from offload.observe.base import base_bytes
+from offload.observe.trace import Trace
 from offload.planner.placement import Plan, human
 
 BASE_BYTES_MOST = 768 << 20  # the interpreter with everything imported, where it was not measured
@@ -113,6 +115,13 @@ class Runtime:
                 self._stalled[cause] += seconds - stalled[cause]
             for key, value in self._moved().items():
                 self._excluded[key] += value - before[key]
+
+    def trace(self, path: str | os.PathLike[str], *, steps: int | None = None) -> Trace:
+        """Records a trace from here on, for Perfetto (ui.perfetto.dev); written to `path` (gzip, if it ends in .gz) by its `close()`.
+
+        A context manager. `steps`: the newest so many alone are written. ConfigError: `path` cannot be written; or a trace is being recorded.
+        """
+        return Trace(self._engine, path, self.tier_bytes, steps=steps)
 
     def lease(self, module: nn.Module) -> AbstractContextManager[None]:
         """Keeps the unit of `module` on the device with its parameters bound, gradients flowing, while the context lasts."""

@@ -28,6 +28,8 @@ from offload.train.rundir import RunDirectory
 from offload.train.schedule import learning_rate
 from offload.train.tokenize import Tokenizing
 
+TRACED_STEPS = 8  # the newest, in trace.json.gz
+
 
 def compute_device(name: str) -> str:
     """The device that `[train] device` means here."""
@@ -142,12 +144,13 @@ class Trainer:
             self._reporter.note(note)
         first = self._evaluate("before")
         self._runtime.reset_counters()
-        for step in range(self._config.train.steps):
-            if stopped():
-                break
-            self._step(step)
-        self._runtime.synchronize()
-        self._finish_step(time.perf_counter())
+        with self._runtime.trace(self._directory.path / "trace.json.gz", steps=TRACED_STEPS):
+            for step in range(self._config.train.steps):
+                if stopped():
+                    break
+                self._step(step)
+            self._runtime.synchronize()
+            self._finish_step(time.perf_counter())
         interrupted = len(self._records) < self._config.train.steps
         last = None if interrupted else self._evaluate("after")
         summary = self._summary(first, last, interrupted)

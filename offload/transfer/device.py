@@ -68,8 +68,8 @@ class Device(ABC):
         """An arena of device memory."""
 
     @abstractmethod
-    def fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None]) -> Transfer:
-        """Starts the copies, once `ready()` has returned; after the transfer's wait() what is computed sees them."""
+    def fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None], what: str = "") -> Transfer:
+        """Starts the copies, once `ready()` has returned; after the transfer's wait() what is computed sees them. `what`: a trace's name for it."""
 
     @abstractmethod
     def send(self, source: torch.Tensor, land: Landing) -> Transfer:
@@ -99,6 +99,10 @@ class Device(ABC):
         """Called between units: gives memory that compute has freed back, where it is scarce. See [Note: freed memory]."""
         if resident_bytes() > self.resident_bytes_high:
             _core.trim()
+
+    def depths(self) -> dict[str, int]:
+        """Transfers not done, by link."""
+        return {}
 
     def settle(self) -> None:
         """Waits for everything under way."""
@@ -162,7 +166,7 @@ class CpuDevice(Device):
     def memory(self, nbytes: int) -> Arena:
         return Arena("device", nbytes)
 
-    def fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None]) -> Transfer:
+    def fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None], what: str = "") -> Transfer:
         ready()
         parts: list[Transfer] = []
         with self.stalls.waiting(FETCH):
@@ -205,7 +209,7 @@ class SimDevice(Device):
     def memory(self, nbytes: int) -> Arena:
         return Arena("device", nbytes)
 
-    def fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None]) -> Transfer:
+    def fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None], what: str = "") -> Transfer:
         for copy in copies:
             copy.target.view(-1).view(torch.uint8).fill_(0xFF)  # NaN: computing before the copy arrived shows
 
@@ -220,12 +224,12 @@ class SimDevice(Device):
 
         nbytes = sum(c.nbytes for c in copies)
         self.moved["h2d"] += nbytes
-        return self._in.submit(run, nbytes)
+        return self._in.submit(run, nbytes, what=what)
 
     def send(self, source: torch.Tensor, land: Landing) -> Transfer:
         nbytes = source.numel() * source.element_size()
         self.moved["d2h"] += nbytes
-        return self._out.submit(lambda: land(source), nbytes, self.in_flight_bytes_most)
+        return self._out.submit(lambda: land(source), nbytes, self.in_flight_bytes_most, "gradient")
 
     def stow(self, source: torch.Tensor, store: Callable[[Put], None]) -> Transfer:
         nbytes = source.nbytes
@@ -234,7 +238,10 @@ class SimDevice(Device):
         def run(source: torch.Tensor = source) -> None:  # holds the source until it has run
             store(_put)
 
-        return self._out.submit(run, nbytes, self.in_flight_bytes_most)
+        return self._out.submit(run, nbytes, self.in_flight_bytes_most, "activation")
+
+    def depths(self) -> dict[str, int]:
+        return {"h2d": self._in.depth, "d2h": self._out.depth}
 
     def settle(self) -> None:
         self._in.drain()

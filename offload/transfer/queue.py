@@ -26,8 +26,8 @@ class Done:
 
 
 class _Job:
-    def __init__(self, queue: SwapQueue, run: Callable[[], None], nbytes: int) -> None:
-        self._queue = queue
+    def __init__(self, queue: SwapQueue, run: Callable[[], None], nbytes: int, what: str) -> None:
+        self._queue, self.what = queue, what
         self._run: Callable[[], None] | None = run
         self.nbytes = nbytes
         self.error: BaseException | None = None
@@ -86,10 +86,13 @@ class SwapQueue:
         self._thread = threading.Thread(target=self._serve, name=f"offload-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, run: Callable[[], None], nbytes: int, pending_bytes_most: int | None = None) -> _Job:
-        """Queues a transfer of `nbytes`, first waiting until what is pending and it are no more than `pending_bytes_most`, or nothing is pending."""
+    def submit(self, run: Callable[[], None], nbytes: int, pending_bytes_most: int | None = None, what: str = "") -> _Job:
+        """Queues a transfer of `nbytes`, called `what` in a trace.
+
+        Waits first until what is pending and it are no more than `pending_bytes_most`, or nothing is pending.
+        """
         room = math.inf if pending_bytes_most is None else pending_bytes_most - nbytes
-        job = _Job(self, run, nbytes)
+        job = _Job(self, run, nbytes, what)
         with self._changed:
             if self._closing:
                 raise RuntimeError(f"the {self.name} queue is closed")
@@ -109,6 +112,11 @@ class SwapQueue:
 
     def _waiting(self) -> AbstractContextManager[None]:
         return self._stalls.waiting(self._cause, lambda: self._stalls.of(self._lane))
+
+    @property
+    def depth(self) -> int:
+        """Transfers that are not done."""
+        return len(self._jobs)
 
     def drain(self) -> None:
         with self._changed:
@@ -151,8 +159,12 @@ class SwapQueue:
                 while lazy and not self._demanded and not self._closing and len(self._jobs) < self._bound:
                     self._changed.wait()
                 job = self._jobs[0]
+            recorder = self._stalls.recorder
+            start = recorder.clock() if recorder is not None else 0.0
             self._pace.spend(job.nbytes)
             job.run()
+            if recorder is not None:
+                recorder.span(self.name, job.what, start, {"bytes": job.nbytes})
             with self._changed:
                 self._jobs.popleft()
                 self._pending_bytes -= job.nbytes
