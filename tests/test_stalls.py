@@ -97,6 +97,10 @@ def test_what_an_interrupt_left_ends_with_the_next_forward(clock: Clock) -> None
     stalls.computing()
     clock.pass_(1)
     assert not counted(stalls)
+    with stalls.waiting("update"):
+        stalls.computing()
+        clock.pass_(1)
+    assert not counted(stalls)
 
 
 def test_other_threads_count_nowhere(clock: Clock) -> None:

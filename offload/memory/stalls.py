@@ -44,18 +44,23 @@ class _Wait:
         self._stalls, self._lane, self.cause, self._behind = stalls, lane, cause, behind
 
     def __enter__(self) -> None:
-        with self._stalls.lock:
-            now, waits = self._stalls.clock(), self._lane.waits
+        stalls, waits = self._stalls, self._lane.waits
+        with stalls.lock:
+            now = stalls.clock()
             if waits:
                 waits[-1]._book(now)
             waits.append(self)
             self._resume(now)
 
     def __exit__(self, *error: object) -> None:
-        with self._stalls.lock:
-            now, waits = self._stalls.clock(), self._lane.waits
+        stalls, waits = self._stalls, self._lane.waits
+        with stalls.lock:
+            now = stalls.clock()
+            if self not in waits:  # computing() was called inside it
+                return
             self._book(now)
-            waits.pop()
+            while waits.pop() is not self:
+                pass
             if waits:
                 waits[-1]._resume(now)
 
