@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from offload.cli import main
+from offload.memory.stalls import CAUSES
 
 RUN = """
 [model]
@@ -185,6 +187,13 @@ def test_a_run_from_the_command(run: Path) -> None:
     assert summary["steps"] == 3 == len(summary["losses"]) and summary["tokens"] == 3 * 2 * 32 and not summary["interrupted"]
     lines = [json.loads(line) for line in (cwd / "runs/run/metrics.jsonl").read_text().splitlines()]
     assert [m["step"] for m in lines] == [1, 2, 3] and [m["loss"] for m in lines] == summary["losses"]
+    for m in lines:  # where each step's time went, and the whole run's
+        assert set(m["stall_seconds"]) == set(CAUSES) and min(m["stall_seconds"].values()) >= 0
+        assert m["compute_seconds"] + sum(m["stall_seconds"].values()) == pytest.approx(m["seconds"])
+    assert all(summary["stall_seconds"][c] == pytest.approx(sum(m["stall_seconds"][c] for m in lines)) for c in CAUSES)
+    trace = json.loads(gzip.decompress((cwd / "runs/run/trace.json.gz").read_bytes()))
+    held = [e["args"] for e in trace["traceEvents"] if e["name"] == "bytes"]
+    assert held and all(0 <= b[tier] <= summary["budget_bytes"][tier] for b in held for tier in summary["budget_bytes"])
     assert "step 3/3" in done.stderr and "held-out loss after" in done.stderr
     assert not list((cwd / "swap").glob("*"))
 

@@ -183,6 +183,18 @@ std::shared_ptr<Transfer> move(const Channel& channel, bool write, uint64_t offs
   return channel.engine->submit(channel.file, write, offset, reinterpret_cast<void*>(address), nbytes, std::move(kept));
 }
 
+double seconds_of(std::chrono::steady_clock::time_point time) {
+  return std::chrono::duration<double>(time.time_since_epoch()).count();
+}
+
+// Those that were noted, each as a tuple, and how many gave way.
+template <class T, class F>
+py::tuple noted(const std::pair<std::vector<T>, uint64_t>& from, F tuple_of) {
+  py::list out;
+  for (const T& item : from.first) out.append(tuple_of(item));
+  return py::make_tuple(out, from.second);
+}
+
 void bind_engine(py::module_& m) {
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine",
                                               "Asynchronous file I/O: io_uring, threads, or faults (tests).")
@@ -197,6 +209,18 @@ void bind_engine(py::module_& m) {
           "Bytes, transfers (requests) and their pieces so far; pieces in flight and transfers waiting, now and at "
           "most; "
           "percentiles of a piece's time with the kernel in microseconds, at most an eighth too high.")
+      .def_property_readonly("outstanding", &Engine::outstanding, "Transfers that are queued or under way.")
+      .def("trace", &Engine::trace, py::arg("most"), "From here on the newest `most` transfers are noted; 0: none.")
+      .def(
+          "traced",
+          [](const Engine& e) {
+            return noted(e.traced(), [](const io::Moved& m) {
+              return py::make_tuple(m.write, m.nbytes, seconds_of(m.from), seconds_of(m.to));
+            });
+          },
+          "Transfers noted: (write, bytes, begun, ended) in seconds of CLOCK_MONOTONIC, oldest first; and how many "
+          "gave "
+          "way.")
       .def_static("counters_of", &counters_of, py::arg("engines"), "The counters of several engines together.")
       .def(
           "register",
@@ -397,6 +421,20 @@ void bind_pipeline(py::module_& m) {
            "A batch that reads ahead, as far as frames are free, all but `late_reads`; nothing is updated until "
            "begin().")
       .def("begin", &begin, py::arg("batch"), py::arg("hyper"), py::arg("refresh") = false)
+      .def("waited", &Pipeline::waited,
+           "Seconds that its thread has had nothing to do but wait for reads, and for writes, until now.")
+      .def("trace", &Pipeline::trace, py::arg("most"), "From here on the newest `most` jobs are noted; 0: none.")
+      .def(
+          "traced",
+          [](const Pipeline& p) {
+            return noted(p.traced(), [](const Traced& t) {
+              return py::make_tuple(t.job, seconds_of(t.read_from), seconds_of(t.read_to), seconds_of(t.update_from),
+                                    seconds_of(t.update_to), seconds_of(t.write_from), seconds_of(t.write_to));
+            });
+          },
+          "Jobs noted: (number, then when read, update and write began and ended, 0 where there was none), oldest "
+          "first; "
+          "and how many gave way.")
       .def("cancel", &Pipeline::cancel, py::arg("batch"), py::call_guard<py::gil_scoped_release>(),
            "The prepared batch changes nothing; its wait() returns when it reads no more.");
 }

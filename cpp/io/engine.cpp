@@ -112,6 +112,7 @@ bool Engine::cut(Piece& piece) {
   piece.write = transfer.write_;
   piece.retries = 0;
   piece.asked_at = Clock::now();
+  if (transfer.cut_ == 0) transfer.begun_at_ = piece.asked_at;
   piece.flying_index = flying_.size();
   flying_.push_back(&piece);
   counters_.in_flight_max = std::max<uint64_t>(counters_.in_flight_max, flying_.size());
@@ -192,7 +193,10 @@ void Engine::finish(Piece& piece, const Outcome& kernel) {
     }
     if (!failed) (transfer->write_ ? counters_.bytes_written : counters_.bytes_read) += piece.nbytes;
     last = transfer->pieces_flying_ == 0 && transfer->cut_ == transfer->nbytes_;
-    if (last) ++counters_.requests;
+    if (last) {
+      ++counters_.requests;
+      traced_.add({transfer->write_, transfer->nbytes_, transfer->begun_at_, Clock::now()});
+    }
   }
   if (!last) return;
   transfer->complete();
@@ -275,6 +279,24 @@ Counters Engine::counters() const {
   now.in_flight = flying_.size();
   now.waiting = backlog_.size();
   return now;
+}
+
+uint64_t Engine::outstanding() const {
+  if (foreign()) return 0;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return outstanding_;
+}
+
+void Engine::trace(size_t most) {
+  if (foreign()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  traced_.open(most);
+}
+
+std::pair<std::vector<Moved>, uint64_t> Engine::traced() const {
+  if (foreign()) return {};
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return traced_.noted();
 }
 
 void discard(Engine* engine) {

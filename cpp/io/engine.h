@@ -10,10 +10,12 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "io/counters.h"
 #include "io/piece.h"
+#include "io/ring.h"
 #include "io/transfer.h"
 
 namespace offload::io {
@@ -28,6 +30,13 @@ struct EngineOptions {
 // A request that the kernel has can be neither cancelled for certain nor its memory given up: a stuck device may still
 // write to it. So a transfer is never failed for its age. Whoever waits is told, by an IoError with what is pending,
 // and may wait again; an engine that cannot be drained is leaked with its transfers and all they keep.
+
+// A transfer that is over: when its first piece was handed out, and when its last one came back (steady_clock).
+struct Moved {
+  bool write;
+  uint64_t nbytes;
+  std::chrono::steady_clock::time_point from, to;
+};
 
 // The part that all engines share. A subclass owns threads that `take` pieces, ask the kernel, `advance` them and hand
 // them back by `answered` and `finish`; its destructor calls close().
@@ -62,6 +71,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   virtual const char* kind() const = 0;
   const EngineOptions& options() const { return options_; }
   Counters counters() const;
+  // Transfers queued, or with the kernel and not over yet.
+  uint64_t outstanding() const;
+  // From here on the newest `most` transfers are noted; 0: none.
+  void trace(size_t most);
+  // What was noted, oldest first, and how many gave way.
+  std::pair<std::vector<Moved>, uint64_t> traced() const;
   bool foreign() const;  // made before a fork of which this process is the child
 
   static constexpr size_t kBacklogMax = 1024;
@@ -105,6 +120,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool closing_ = false;
   bool stopped_ = false;
   Counters counters_;
+  Ring<Moved> traced_;
   std::mutex close_mutex_;
 };
 

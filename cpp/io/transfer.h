@@ -59,8 +59,9 @@ class Transfer {
   std::weak_ptr<const Engine> engine_;
 
   // The engine's, under its mutex.
-  uint64_t cut_ = 0;            // bytes handed out as pieces
-  uint32_t pieces_flying_ = 0;  // handed out and not yet finished
+  std::chrono::steady_clock::time_point begun_at_;  // when its first piece was
+  uint64_t cut_ = 0;                                // bytes handed out as pieces
+  uint32_t pieces_flying_ = 0;                      // handed out and not yet finished
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

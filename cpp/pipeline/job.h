@@ -52,6 +52,7 @@ struct Job {
   Rule rule = Rule::adam;  // also of the hyper-parameters it is submitted with
   Master master = Master::f32;
   Moments moments = Moments::f32;
+  size_t number = 0;  // the pipeline's
 
   Form form() const { return {master, moments, grad_dtype, out_dtype}; }
   bool needs_frame() const { return !reads.empty() || !writes.empty(); }

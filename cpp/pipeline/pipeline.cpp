@@ -6,6 +6,7 @@
 #include <iterator>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 namespace offload {
 
@@ -83,6 +84,7 @@ size_t Pipeline::add_job(Job job) {
   check(job, options_.frame_bytes);
   if (job.needs_frame() && frames_.empty()) throw std::invalid_argument("pipeline job: it moves bytes without a frame");
   const Lock lock(signal_->mutex);
+  job.number = jobs_.size();
   jobs_.push_back(std::make_shared<const Job>(std::move(job)));
   return jobs_.size() - 1;
 }
@@ -228,6 +230,7 @@ void Pipeline::read(Lock& lock, const RunPtr& run, bool late) {
     if (move.late && !late) all = false;
     if (move.late ? late : run->stage == Stage::kWaiting) moves.push_back(move);
   }
+  if (run->stage == Stage::kWaiting) run->times.read_from = Clock::now();
   run->stage = Stage::kReading;
   run->complete = all;
   start(lock, run, moves, false);
@@ -254,6 +257,7 @@ bool Pipeline::flush(Lock& lock) {
     const RunPtr run = held_.front();
     held_.pop_front();
     run->stage = Stage::kWriting;
+    run->times.write_from = Clock::now();
     writing_.push_back(run);
     start(lock, run, run->job->writes, true);
   }
@@ -286,10 +290,11 @@ bool Pipeline::step(Lock& lock) {
     lock.unlock();
     const auto start = Clock::now();
     update(*run->job, run->batch->hypers_, run->memory(frames_), pool_);
-    const double seconds = seconds_since(start);
+    run->times.update_from = start;
+    run->times.update_to = Clock::now();
     lock.lock();
     const std::lock_guard<std::mutex> guard(run->batch->mutex_);
-    run->batch->stats_.compute_seconds += seconds;
+    run->batch->stats_.compute_seconds += std::chrono::duration<double>(run->times.update_to - start).count();
   }
   if (run->frame >= 0 && !run->idle && !run->job->writes.empty()) {
     run->stage = Stage::kHeld;
@@ -297,6 +302,7 @@ bool Pipeline::step(Lock& lock) {
     run->batch->set(run->index, Batch::State::kUpdated);
   } else {
     leave_frame(*run);
+    note(*run);
     run->batch->set(run->index, Batch::State::kWritten);
   }
   return true;
@@ -306,11 +312,41 @@ void Pipeline::rest(Lock& lock) {
   const RunPtr next = framed_.empty() ? nullptr : framed_.front();
   const bool reading = next && next->stage == Stage::kReading;
   const auto start = Clock::now();
+  rest_ = reading ? Rest::kRead : writes_flying_ != 0 ? Rest::kWrite : Rest::kNone;
+  rest_since_ = start;
   signal_->changed.wait(lock);
+  std::tie(waited_read_seconds_, waited_write_seconds_) = waited_now();
+  rest_ = Rest::kNone;
   if (!next || !next->batch->begun_) return;
   const double seconds = seconds_since(start);
   const std::lock_guard<std::mutex> guard(next->batch->mutex_);
   (reading ? next->batch->stats_.read_wait_seconds : next->batch->stats_.write_wait_seconds) += seconds;
+}
+
+std::pair<double, double> Pipeline::waited() const {
+  const Lock lock(signal_->mutex);
+  return waited_now();
+}
+
+std::pair<double, double> Pipeline::waited_now() const {
+  const double under_way = rest_ == Rest::kNone ? 0 : seconds_since(rest_since_);
+  return {waited_read_seconds_ + (rest_ == Rest::kRead ? under_way : 0),
+          waited_write_seconds_ + (rest_ == Rest::kWrite ? under_way : 0)};
+}
+
+void Pipeline::trace(size_t most) {
+  const Lock lock(signal_->mutex);
+  traced_.open(most);
+}
+
+std::pair<std::vector<Traced>, uint64_t> Pipeline::traced() const {
+  const Lock lock(signal_->mutex);
+  return traced_.noted();
+}
+
+void Pipeline::note(Run& run) {
+  run.times.job = run.job->number;
+  if (!run.idle) traced_.add(run.times);
 }
 
 void Pipeline::start(Lock& lock, const RunPtr& run, const std::vector<Move>& moves, bool write) {
@@ -364,11 +400,14 @@ void Pipeline::moved(const RunPtr& run, const io::Transfer& transfer) {
 // All moves of the run's stage are over.
 void Pipeline::arrive(const RunPtr& run) {
   if (run->stage == Stage::kReading) {
+    run->times.read_to = Clock::now();
     run->stage = run->complete ? Stage::kReady : Stage::kPrimed;  // should it have failed, abandon_all() finds it
     return;
   }
   writing_.erase(std::find(writing_.begin(), writing_.end(), run));
   leave_frame(*run);
+  run->times.write_to = Clock::now();
+  note(*run);
   run->batch->set(run->index, run->failed ? Batch::State::kFailed : Batch::State::kWritten);
 }
 

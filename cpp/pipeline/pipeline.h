@@ -3,14 +3,17 @@
 
 #include <sys/types.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "io/ring.h"
 #include "pipeline/batch.h"
 #include "pipeline/job.h"
 
@@ -21,6 +24,13 @@ struct PipelineOptions {
   int threads = 0;     // of an update; 0: default_threads()
   unsigned group = 0;  // frames written in one go; 0: half of the frames, at least one
   bool lazy = false;   // see [Note: lazy jobs]
+};
+
+// A job that is over, by its number: when its reads, its update and its writes began and ended; 0 where it had none.
+struct Traced {
+  using Time = std::chrono::steady_clock::time_point;
+  size_t job = 0;
+  Time read_from, read_to, update_from, update_to, write_from, write_to;
 };
 
 // [Note: groups]
@@ -69,6 +79,11 @@ class Pipeline {
   const PipelineOptions& options() const { return options_; }
   size_t frames() const { return frames_.size(); }
   bool foreign() const;
+  // How long its thread has had nothing to do but wait for reads, and for writes, so far.
+  std::pair<double, double> waited() const;
+  // From here on the newest `most` jobs are noted, 0: none; and what was, oldest first, with how many gave way.
+  void trace(size_t most);
+  std::pair<std::vector<Traced>, uint64_t> traced() const;
   // Finishes what was submitted and takes no more; false when a device is stuck and it cannot be finished.
   bool finish();
 
@@ -87,6 +102,7 @@ class Pipeline {
     int frame = -1;
     size_t moves_left = 0;
     bool failed = false;
+    Traced times;
 
     char* memory(const std::vector<char*>& frames) const { return frame < 0 ? nullptr : frames[frame]; }
   };
@@ -103,6 +119,7 @@ class Pipeline {
   bool flush(Lock& lock);
   bool step(Lock& lock);
   void rest(Lock& lock);
+  std::pair<double, double> waited_now() const;
   RunPtr choose() const;
   void read(Lock& lock, const RunPtr& run, bool late);
   bool must_wait(const Run& run) const;
@@ -113,6 +130,7 @@ class Pipeline {
   bool abandon_all();
   void abandon(const RunPtr& run);
   void leave_frame(Run& run);
+  void note(Run& run);
   bool empty() const;
 
   const std::vector<char*> frames_;
@@ -132,6 +150,12 @@ class Pipeline {
   uint64_t order_ = 0;
   size_t reads_flying_ = 0;
   size_t writes_flying_ = 0;
+  enum class Rest { kNone, kRead, kWrite };
+  Rest rest_ = Rest::kNone;
+  std::chrono::steady_clock::time_point rest_since_;
+  double waited_read_seconds_ = 0;
+  double waited_write_seconds_ = 0;
+  Ring<Traced> traced_;
   std::shared_ptr<Batch> prepared_;
   std::optional<io::IoError> broken_;
   bool closing_ = false;

@@ -16,11 +16,10 @@ import contextlib
 import gc
 import itertools
 import logging
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,7 @@ from offload.errors import OffloadError, SwapError
 from offload.memory.arena import PAGE, round_up
 from offload.memory.shard import Shard
 from offload.memory.spans import Spans
+from offload.memory.stalls import ACTIVATION
 from offload.memory.swap import Extent, SwapSpace
 from offload.transfer.device import Copy, Device, Put
 from offload.transfer.frames import FramePool
@@ -196,10 +196,9 @@ class Away:
 
 @dataclass
 class Counters:
-    """`misses`: boundaries that were not on their way when they were needed. Seconds that compute waited for a move, or copied."""
+    """`misses`: boundaries that were not on their way when they were needed."""
 
     misses: int = 0
-    stall_seconds: dict[str, float] = field(default_factory=lambda: {"activation": 0.0})
 
 
 class Activations:
@@ -288,16 +287,15 @@ class Activations:
         if key in self._shared:
             return tensor
         assert self._pool is not None
-        start = time.perf_counter()
-        form = _Form.of(tensor)
-        resting, raw = self._pool.take(form.nbytes), form.raw(tensor)
         watch = tensor.detach()
         watch.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        resting.leaving = self.device.stow(raw, self._storing(raw, form, resting))
+        with self.device.stalls.waiting(ACTIVATION):
+            form = _Form.of(tensor)
+            resting, raw = self._pool.take(form.nbytes), form.raw(tensor)
+            resting.leaving = self.device.stow(raw, self._storing(raw, form, resting))
         away = Away(unit, key, form, TensorWeakRef(tensor), watch, watch._version, resting)
         self._live.setdefault(self._mark[1], []).append(weakref.ref(away, _dropper(self._live, self._mark[1])))
         self._seen[id(tensor)] = away
-        self.counters.stall_seconds["activation"] += time.perf_counter() - start
         return away
 
     def _may_leave(self, tensor: torch.Tensor) -> bool:
@@ -362,7 +360,8 @@ class Activations:
             return
         target = self.device.scratch(resting.shard.nbytes)
         part = target if resting.shard.memory is None else target[: away.form.nbytes]
-        arriving = self.device.fetch([Copy(part, resting.shard, 0, torch.uint8)], self._frames, resting.settled)
+        with self.device.stalls.waiting(ACTIVATION):
+            arriving = self.device.fetch([Copy(part, resting.shard, 0, torch.uint8)], self._frames, resting.settled, "activation")
         if self.device.direct:
             resting.reads.append(arriving)
         away.coming = target, arriving
@@ -378,7 +377,6 @@ class Activations:
             return away.stays.detach().requires_grad_()
         if away.resting is None:
             raise OffloadError(f"the runtime that held an input of {away.unit} was closed")
-        start = time.perf_counter()
         memory = away.resting.shard.memory if self.device.direct else None
         if memory is None:
             self.counters.misses += away.coming is None
@@ -386,8 +384,8 @@ class Activations:
             coming, away.coming = away.coming, None
             assert coming is not None
             memory, arriving = coming
-            arriving.wait()
-        self.counters.stall_seconds["activation"] += time.perf_counter() - start
+            with self.device.stalls.waiting(ACTIVATION):
+                arriving.wait()
         return away.form.tensor(memory).requires_grad_()
 
 

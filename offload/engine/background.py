@@ -23,6 +23,7 @@ import numpy as np
 from offload.engine.record import Unit
 from offload.engine.update import Updates
 from offload.errors import SwapError
+from offload.memory.stalls import NVME_READ, NVME_WRITE, UPDATE, Stalls
 
 STEPS_MOST = 2  # steps whose write-backs may be under way
 
@@ -39,8 +40,8 @@ class _Job:
 class Background:
     """The jobs of all steps that may not be done, by unit and chunk."""
 
-    def __init__(self, units: Sequence[Unit], updates: Updates) -> None:
-        self._units, self._updates = units, updates
+    def __init__(self, units: Sequence[Unit], updates: Updates, stalls: Stalls | None = None) -> None:
+        self._units, self._updates, self._stalls = units, updates, stalls or Stalls()
         self._jobs: list[dict[int, _Job]] = [{} for _ in units]
         self._batches: deque[Any] = deque()
         self._prepared: tuple[Any, list[tuple[int, int]]] | None = None
@@ -76,7 +77,8 @@ class Background:
             (self._dropped, _), self._prepared = self._prepared, None
             self._updates.pipeline.cancel(self._dropped)
         if self._dropped is not None:
-            self._dropped.wait()
+            with self._stalls.waiting(NVME_READ):
+                self._dropped.wait()
             self._dropped = None
 
     def wait(self, unit: int, chunk: int, written: bool, tell: bool = True) -> None:
@@ -85,7 +87,13 @@ class Background:
         if job is None or (job.updated and not written):
             return
         try:
-            job.batch.wait_job(job.index, written)
+            if not job.batch.reached(job.index, False):
+                with self._stalls.waiting(UPDATE, self._behind):
+                    job.batch.wait_job(job.index, False)
+            if written and not job.batch.reached(job.index, True):
+                with self._stalls.waiting(NVME_WRITE):
+                    job.batch.wait_job(job.index, True)
+            job.batch.wait_job(job.index, written)  # raises what went wrong
         except SwapError as error:
             if job.batch.reached(job.index, written):  # else a device is stuck, and may yet come round
                 self._error, self._told = error, self._told or tell
@@ -143,6 +151,8 @@ class Background:
 
     def replace(self, updates: Updates) -> None:
         """From now on these are the jobs. Nothing is under way or read ahead."""
+        if self._stalls.recorder is not None:
+            updates.pipeline.trace(self._stalls.recorder.most)
         self._updates = updates
 
     def hyper(self) -> np.ndarray[Any, Any]:
@@ -154,6 +164,20 @@ class Background:
         self._prepared = self._dropped = None
         self._batches.clear()
         self._jobs = [{} for _ in self._units]
+
+    def trace(self, most: int) -> None:
+        """From here on the newest `most` jobs are noted; 0: none."""
+        if self._updates.pipeline is not None:
+            self._updates.pipeline.trace(most)
+
+    def traced(self) -> tuple[list[tuple[str, tuple[float, ...]]], int]:
+        """What was noted, oldest first: the chunk's name, and when its read, update and write began and ended; and how many gave way."""
+        if self._updates.pipeline is None:
+            return [], 0
+        jobs, gone = self._updates.pipeline.traced()
+        places = self._updates.places()
+        named = [(f"{self._units[places[job[0]][0]].name} {places[job[0]][1]}", job[1:]) for job in jobs]
+        return named, gone
 
     def seconds(self) -> dict[str, float]:
         """What the pipeline did so far: seconds read_wait, write_wait, compute; bytes_read, bytes_written."""
@@ -168,10 +192,14 @@ class Background:
             _add(under_way, batch)
         self._seconds = {key: -value for key, value in under_way.items()}
 
+    def _behind(self) -> dict[str, float]:
+        return dict(zip((NVME_READ, NVME_WRITE), self._updates.pipeline.waited(), strict=True))
+
     def _retire(self, raising: bool = True) -> None:
         batch = self._batches[0]
         try:
-            batch.wait()
+            with self._stalls.waiting(UPDATE, self._behind):
+                batch.wait()
         except SwapError as error:
             if not batch.done:
                 raise

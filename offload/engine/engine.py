@@ -46,6 +46,7 @@ class Engine:
 
     def __init__(self, model: nn.Module, found: Sequence[Found], plan: Plan, tiers: Tiers, device: Device, seed: int) -> None:
         self.model, self.plan, self.tiers, self.device, self.seed = model, plan, tiers, device, seed
+        self.stalls = device.stalls
         self.budgets = {tier: Budget(tier, n) for tier, n in tiers.budget_bytes().items()}
         self.closed = False
         self._owner = os.getpid()
@@ -73,14 +74,14 @@ class Engine:
     def _open_tiers(self, tiers: Tiers, plan: Plan) -> None:
         sizes = arena_bytes(plan)
         if plan.peak_bytes["nvme"]:
-            self.space = SwapSpace(tiers.nvme, checksum=tiers.checksum)
+            self.space = SwapSpace(tiers.nvme, checksum=tiers.checksum, stalls=self.stalls)
         self.host = Arena("host", sizes["host"])
         self.device.register(self.host)
         self.arena = self.device.memory(sizes["device"])
         make_shards(self.units, plan, self.host, self.arena, self.space)
         staging = plan.staging
         self.update_frames = [self.host.take(staging.frame_bytes) for _ in range(staging.updates)]
-        self.frames = FramePool(self.host.take(staging.frame_bytes), staging.parts, staging.part_bytes) if staging.parts else None
+        self.frames = FramePool(self.host.take(staging.frame_bytes), staging.parts, staging.part_bytes, self.stalls) if staging.parts else None
         if plan.boundaries.nbytes:
             self._open_activations(plan.boundaries, self.host)
         if self.space is not None:
@@ -88,7 +89,7 @@ class Engine:
 
     def _build(self, plan: Plan) -> None:
         compute = DTYPES[plan.compute]
-        self.background = Background(self.units, self._make_updates(DTYPES[plan.grad]))
+        self.background = Background(self.units, self._make_updates(DTYPES[plan.grad]), self.stalls)
         self.state = State(self.units, plan.form, self._before_access, self.background, self._refresh)
         self.slots = Slots(self.units, plan.slots, self.device, compute, self.frames, self.arena.take, self.background)
         self.gradients = Gradients(self.units, self.records, DTYPES[plan.grad], self.device, self.frames)
@@ -148,7 +149,7 @@ class Engine:
                 self._held.append(undo.enter_context(self.budgets[tier].reserve(nbytes, "boundary activations")))
             opening = self.space is None and needs["nvme"] > 0
             if opening:
-                self.space = SwapSpace(self.tiers.nvme, checksum=self.tiers.checksum)
+                self.space = SwapSpace(self.tiers.nvme, checksum=self.tiers.checksum, stalls=self.stalls)
                 undo.callback(self._drop_space)
             self._open_activations(boundaries, self._further_memory(boundaries.by_tier["host"]))
             if opening and self.space is not None:
@@ -271,6 +272,9 @@ class Engine:
         SwapError if an earlier update is known to have failed.
         """
         check_process(self._owner)
+        self.stalls.computing()
+        if self.stalls.recorder is not None:
+            self.stalls.recorder.stepped()
         self.background.check()
         self.gradients.flush()
         self.device.settle()

@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +30,7 @@ from offload.engine.record import CODES, NORM_BLOCK, Record, Unit
 from offload.engine.sources import Contribution, GradientSource
 from offload.errors import OffloadError
 from offload.memory.shard import Shard, check_process
+from offload.memory.stalls import GRADIENT
 from offload.transfer.device import Device
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import Transfer
@@ -202,10 +204,29 @@ class Gradients:
             return torch.zeros(record.numel, dtype=self.dtype)
         out = torch.empty(record.numel, dtype=self.dtype)
         for chunk, start, first, stop in self._pieces(record):
-            with self._lock:
+            with self._alone_here():
                 part = self._memory(record, chunk, fresh=False, dirty=False)
                 out[first:stop].view(torch.uint8).copy_(part[start : start + (stop - first) * self.dtype.itemsize])
         return out if entry.scale == 1.0 else out.float().mul_(entry.scale)
+
+    @contextmanager
+    def _alone_here(self) -> Iterator[None]:
+        """Keeps the landing thread out; waits while it stores another gradient."""
+        if not self._lock.acquire(blocking=False):
+            with self.device.stalls.waiting(GRADIENT):
+                self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def _landing(self, record: Record) -> Iterator[None]:
+        recorder = self.device.stalls.recorder
+        start = recorder.clock() if recorder is not None else 0.0
+        yield
+        if recorder is not None:
+            recorder.span("landing", record.name, start)
 
     def write(self, record: Record, value: torch.Tensor) -> None:
         self._check()
@@ -259,7 +280,7 @@ class Gradients:
             if self._entries[record.number].zeroed:
                 self._store(record, torch.zeros(record.numel, dtype=self.dtype), accumulate=False)
         if self._cache is not None:
-            with self._lock:
+            with self._alone_here():
                 self._cache.flush()
                 self._awaited.clear()
 
@@ -311,7 +332,7 @@ class Gradients:
         if entry.zeroed and accumulate:
             self._store(record, torch.zeros(record.numel, dtype=self.dtype), accumulate=False)
         self._release(record)
-        with self._lock:
+        with self._alone_here(), self._landing(record):
             entry.zeroed = False
             for chunk, start, first, stop in self._pieces(record):
                 part = self._memory(record, chunk, fresh=not accumulate and self._alone(record, chunk), dirty=True)
@@ -323,7 +344,7 @@ class Gradients:
 
     def _rescale(self, record: Record, factor: float) -> None:
         self._release(record)
-        with self._lock:
+        with self._alone_here():
             for chunk, start, first, stop in self._pieces(record):
                 part = self._memory(record, chunk, fresh=False, dirty=True)
                 _core.scale(part.data_ptr() + start, CODES[self.dtype], stop - first, factor, 0)

@@ -9,10 +9,10 @@ cache in least-recently-used order.
 from __future__ import annotations
 
 import bisect
+import logging
 import os
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -24,6 +24,8 @@ from offload.planner.layout import slot_starts
 from offload.transfer.device import Copy, Device
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import Transfer
+
+log = logging.getLogger("offload")
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -50,8 +52,9 @@ class Use:
 @dataclass
 class Counters:
     fetches: int = 0
-    misses: int = 0
-    stall_seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0, "update": 0.0})
+    misses: int = 0  # of those, not asked for before they were needed
+    late: int = 0  # of the last in the step under way, but for its first fetch, which nothing can foresee
+    steps: int = 0
 
 
 class Slots:
@@ -79,7 +82,7 @@ class Slots:
         self.on_steal: Callable[[int], None] = lambda unit: None
         self._clock = 0
         self._owner = os.getpid()
-        self.closed = False
+        self.closed = self._said_late = False
         self._fixed = {u.number: self._in_place(u) for u in units if self._rests_in_reach(u)}
         self._fixed_at = {flat.untyped_storage().data_ptr(): (u, f) for u, flats in self._fixed.items() for f, flat in enumerate(flats)}
         self._starts = [_starts(u, self) for u in units]
@@ -120,27 +123,21 @@ class Slots:
         self._check()
         slot = self.where.get(number)
         if slot is None:
-            self._await_update(number)
+            self._background.wait_unit(number)
         if number in self._fixed:
             return self._fixed[number]
         if slot is None:
             self.counters.misses += 1
+            self.counters.late += bool(self.where)
             chosen = self._choose(self.units[number], firm=True)
             assert chosen is not None
             slot = self._fill(chosen, number)
         self._clock += 1
         slot.used = self._clock
         if slot.arriving is not None:
-            self._await_update(number)
-            start = time.perf_counter()
+            self._background.wait_unit(number)
             self._arrive(slot)
-            self.counters.stall_seconds["fetch"] += time.perf_counter() - start
         return self.slot_views(self.units[number], slot.memory)
-
-    def _await_update(self, number: int) -> None:
-        start = time.perf_counter()
-        self._background.wait_unit(number)
-        self.counters.stall_seconds["update"] += time.perf_counter() - start
 
     def _arrive(self, slot: Slot) -> None:
         """What was being fetched is there; if that failed, the slot is empty."""
@@ -202,10 +199,22 @@ class Slots:
         return number in self._fixed or number in self.where
 
     def forget(self) -> None:
-        """What slots hold is no longer current, except under a firm lease."""
+        """After a step: what slots hold is no longer current, except under a firm lease."""
+        self._say_late()
         for slot in self.slots:
             if slot.unit is not None and not self.uses[slot.unit].firm:
                 self._empty(slot)
+
+    def _say_late(self) -> None:
+        """Once, when the order of units is known by its second step."""
+        late, self.counters.late = self.counters.late, 0
+        self.counters.steps += 1
+        if late and self.counters.steps > 2 and not self._said_late:
+            self._said_late = True
+            log.warning(
+                "%d fetches of units in a step began only when they were needed, so that compute waits for them whole (prefetch_misses in stats()): "
+                "a larger device budget has room for more slots", late,
+            )  # fmt: skip
 
     def settle(self) -> None:
         for slot in self.slots:
@@ -261,7 +270,7 @@ class Slots:
             for view, shard, flat in zip(views, unit.parameters, unit.layout.flats, strict=True)
             if flat.numel
         ]
-        slot.arriving = self.device.fetch(copies, self.frames, lambda: self._background.wait_unit(number, tell=False))
+        slot.arriving = self.device.fetch(copies, self.frames, lambda: self._background.wait_unit(number, tell=False), unit.name)
         return slot
 
 

@@ -47,6 +47,7 @@ class _Call:
     within_checkpoint: bool = False
     saved: saved_tensors_hooks | None = None
     checkpoint: Generator[None, None, None] | None = None
+    start: float = 0.0
 
 
 @dataclass
@@ -56,6 +57,7 @@ class _Backward:
     unit: int | None = None
     before: list[torch.Tensor | None] | None = None
     task: int = -1
+    start: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,7 @@ class Streamer:
             return None  # a copy of the model took the hooks along
         if torch._C._current_graph_task_id() < 0:  # inside a backward it is a recomputation, whose leases stand
             self._end_backward()
+            self.slots.device.stalls.computing()
             self.activations.begin()
         for unit_module, handle in self._enter_hooks:  # last, so that what is recomputed starts from what the user's hooks made
             hooks = unit_module._forward_pre_hooks
@@ -174,8 +177,9 @@ class Streamer:
                 self.gradients.new_forward()
             self.order.computed(self.owners[number])
         self._check(number)
+        start = self._now()
         flats = self._lease(number)
-        call = _Call(number, bind(self.entries[number], flats, self.gradients), self.owners[number])
+        call = _Call(number, bind(self.entries[number], flats, self.gradients), self.owners[number], start=start)
         self._calls.append(call)
         self._visited(("forward", number))
         if torch.is_grad_enabled():
@@ -224,6 +228,17 @@ class Streamer:
         unbind(self.entries[call.unit], call.before)
         for owner in call.owners:
             self.slots.uses[owner].firm -= 1
+        self._record("forward", call.unit, call.start)
+
+    def _now(self) -> float:
+        """When a span of a trace starts, if there is one."""
+        recorder = self.slots.device.stalls.recorder
+        return recorder.clock() if recorder is not None else 0.0
+
+    def _record(self, phase: str, number: int, start: float) -> None:
+        recorder = self.slots.device.stalls.recorder
+        if recorder is not None and start:
+            recorder.span("compute", f"{phase} {self.units[number].name}", start)
 
     def abandon(self) -> None:
         """Undoes whatever is under way."""
@@ -258,8 +273,9 @@ class Streamer:
     @contextmanager
     def lease(self, number: int) -> Iterator[None]:
         """The unit resident and its parameters bound, gradients flowing, while the context lasts."""
+        start = self._now()
         flats = self._lease(number)
-        call = _Call(number, bind(self.entries[number], flats, self.gradients), self.owners[number])
+        call = _Call(number, bind(self.entries[number], flats, self.gradients), self.owners[number], start=start)
         self._calls.append(call)
         self.order.computed(self.owners[number])
         self._visited(("forward", number))
@@ -305,6 +321,7 @@ class Streamer:
 
     def _checkpoint(self, module: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[None, None, None]:
         def again(anchor: Any, *args: Any, **kwargs: Any) -> Any:
+            start = self._now()
             flats = self._lease(number)
             before = bind(self.entries[number], flats, self.gradients)
             try:
@@ -315,6 +332,7 @@ class Streamer:
                 unbind(self.entries[number], before)
                 for owner in self.owners[number]:
                     self.slots.uses[owner].firm -= 1
+                self._record("recompute", number, start)
 
         args, kwargs = self.activations.leave(number, self.units[number].name, args, kwargs, self._within_others_hooks())
         settings = True, noop_context_fn, "default", False, True
@@ -325,6 +343,7 @@ class Streamer:
     def _enter_backward(self, number: int, rebind: bool, mark: tuple[int, int]) -> None:
         if self._backward.task == -1:
             self._backward.task = torch._C._current_graph_task_id()
+            self.slots.device.stalls.computing("backward")
             if _within_backward_of_checkpoint():
                 self.gradients.nested_backward()
             else:
@@ -332,6 +351,7 @@ class Streamer:
             torch.autograd.Variable._execution_engine.queue_callback(_Ending(self._end_backward))
         if self._backward.unit != number:
             self._end_backward_unit()
+            self._backward.start = self._now()
             flats = {owner: self.slots.resident(owner) for owner in self.owners[number]}
             for owner in self.owners[number]:
                 self.slots.uses[owner].soft = True
@@ -351,6 +371,7 @@ class Streamer:
             unbind(self.entries[number], before)
         for owner in self.owners[number]:
             self.slots.uses[owner].soft = False
+        self._record("backward", number, self._backward.start)
 
     def _end_backward(self) -> None:
         self._end_backward_unit()
@@ -363,6 +384,9 @@ class Streamer:
 
     def _visited(self, visit: tuple[str, int]) -> None:
         self.slots.device.relieve()
+        recorder = self.slots.device.stalls.recorder
+        if recorder is not None:
+            recorder.on_visit()
         self.order.note(visit)
         for phase, number in self.order.ahead(AHEAD):
             if visit[0] == "backward" and phase == "forward":

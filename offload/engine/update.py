@@ -108,6 +108,10 @@ class Updates:
     def close(self) -> None:
         self.pipeline, self._jobs, self.moves = None, [], False
 
+    def places(self) -> dict[int, tuple[int, int]]:
+        """The unit and chunk of each job, by its number in the pipeline."""
+        return {job.number: (job.unit, job.chunk) for job in self._jobs}
+
     def hyper(self) -> np.ndarray[Any, Any]:
         """A record a parameter, none active, each with its seed."""
         return self._blank.copy()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
 from offload.errors import OffloadError
+from offload.memory.stalls import NVME_READ, NVME_WRITE, Stalls
 from offload.memory.swap import Extent, SwapSpace
 
 
@@ -19,6 +20,26 @@ class Transfer(Protocol):
 
     @property
     def done(self) -> bool: ...
+
+
+class _Moving:
+    """A transfer of the swap space's: whoever waits for it stalls for `cause`."""
+
+    __slots__ = ("_cause", "_native", "_stalls")
+
+    def __init__(self, native: Any, stalls: Stalls, cause: str) -> None:
+        self._native, self._stalls, self._cause = native, stalls, cause
+
+    @property
+    def done(self) -> bool:
+        return bool(self._native.done)
+
+    def wait(self) -> None:
+        if self._native.done:
+            self._native.wait()  # raises what went wrong
+        else:
+            with self._stalls.waiting(self._cause):
+                self._native.wait()
 
 
 def check_process(owner: int) -> None:
@@ -49,11 +70,13 @@ class Shard:
     def read_async(self, start: int, out: torch.Tensor) -> Transfer:
         """Starts filling `out` (uint8, contiguous) with the bytes from `start` on; only for shards on NVMe."""
         assert self.space is not None and self.extent is not None
-        return cast(Transfer, self.space.read(self.extent, start, out.data_ptr(), out.numel(), keep=out))
+        with self.space.stalls.waiting(NVME_READ):  # while more are queued than the drive's queue holds
+            return _Moving(self.space.read(self.extent, start, out.data_ptr(), out.numel(), keep=out), self.space.stalls, NVME_READ)
 
     def write_async(self, start: int, data: torch.Tensor) -> Transfer:
         assert self.space is not None and self.extent is not None
-        return cast(Transfer, self.space.write(self.extent, start, data.data_ptr(), data.numel(), keep=data))
+        with self.space.stalls.waiting(NVME_WRITE):
+            return _Moving(self.space.write(self.extent, start, data.data_ptr(), data.numel(), keep=data), self.space.stalls, NVME_WRITE)
 
     def read(self, start: int, out: torch.Tensor) -> None:
         """Fills `out` (any dtype, contiguous, CPU) with the bytes from `start` on."""

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from offload import _core
 from offload.config import format_size, parse_size
 from offload.errors import BudgetError, ConfigError, SwapError
+from offload.memory.stalls import Stalls
 
 if TYPE_CHECKING:
     import torch
@@ -313,7 +314,7 @@ class SwapSpace:
 
     def __init__(self, directories: Iterable[tuple[str | os.PathLike[str], int | str]], *, owner: str = "offload", engine: str = "auto",
                  direct: bool = True, queue_depth: int = 32, block: int | str = "1MiB", checksum: bool = False,
-                 stuck_after: float = STUCK_AFTER) -> None:  # fmt: skip
+                 stuck_after: float = STUCK_AFTER, stalls: Stalls | None = None) -> None:  # fmt: skip
         self._homes = [_Home(Path(directory), parse_size(capacity)) for directory, capacity in directories]
         self._owner = owner
         self._engine = engine
@@ -322,6 +323,7 @@ class SwapSpace:
         self._block = block
         self._checksum = checksum
         self._stuck_after = stuck_after
+        self.stalls = stalls or Stalls()
         self._next = 0
         self._opened = False
         self._counted: dict[str, int] = {}
@@ -372,6 +374,8 @@ class SwapSpace:
             self.close()
             raise
         self._opened = True
+        if self.stalls.recorder is not None:
+            self.trace(self.stalls.recorder.most)
 
     def read(self, extent: Extent, start: int, address: int, nbytes: int, keep: object = None) -> Any:
         """Starts reading `nbytes` from byte `start` of the extent into memory at `address`; returns the transfer.
@@ -389,6 +393,20 @@ class SwapSpace:
         if self._homes[file].file is None:
             raise ValueError("the swap space is not open")
         return self._homes[file].file
+
+    def depths(self) -> dict[str, int]:
+        """Transfers that are not done, by directory."""
+        return {f"nvme {home.directory}": home.engine.outstanding for home in self._homes if home.engine is not None}
+
+    def trace(self, most: int) -> None:
+        """From here on the newest `most` transfers of each directory are noted; 0: none."""
+        for home in self._homes:
+            if home.engine is not None:
+                home.engine.trace(most)
+
+    def traced(self) -> dict[str, tuple[list[tuple[bool, int, float, float]], int]]:
+        """By directory what was noted, (write, bytes, start, stop), oldest first, and how many gave way."""
+        return {str(home.directory): home.engine.traced() for home in self._homes if home.engine is not None}
 
     def drain(self) -> None:
         """Waits for all transfers; their errors are raised by their own `wait()`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -13,7 +14,9 @@ from offload import _core
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
 from offload.memory.limits import resident_bytes, resident_bytes_max
+from offload.memory.stalls import CAUSES
 from offload.observe.base import base_bytes
+from offload.observe.trace import Trace
 from offload.planner.placement import Plan, human
 
 
@@ -23,6 +26,7 @@ class Runtime:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._excluded: dict[str, int] = dict.fromkeys(("h2d", "d2h", "nvme_read", "nvme_write"), 0)
+        self._since, self._stalled = engine.stalls.clock(), dict.fromkeys(CAUSES, 0.0)
 
     def __enter__(self) -> Runtime:
         return self
@@ -44,7 +48,7 @@ class Runtime:
             held["device"] = max(held["device"], peak_rss - base - held["host"])
         else:
             held["device"] = max(held["device"], torch.cuda.max_memory_reserved(e.device.compute))
-        stalls, pipeline = e.slots.counters.stall_seconds, e.background.seconds()
+        stalls, pipeline = self.stalls(), e.background.seconds()
         return {
             "parameters": e.plan.parameters,
             "state_bytes": e.plan.state_bytes,
@@ -52,7 +56,8 @@ class Runtime:
             "budget_bytes": {t: b.capacity for t, b in e.budgets.items()},
             "peak_bytes": held | {"rss": peak_rss},
             "moved_bytes": {k: v - self._excluded[k] for k, v in self._moved().items()},
-            "stall_seconds": stalls | e.activations.counters.stall_seconds,
+            "stall_seconds": stalls,
+            "compute_seconds": e.stalls.clock() - self._since - sum(stalls.values()),
             "update_seconds": {k: pipeline.get(k, 0.0) for k in ("compute", "read_wait", "write_wait")},
             "placement": e.plan.describe(),
             "activations": e.plan.activations,
@@ -63,9 +68,15 @@ class Runtime:
             "notes": self._notes(),
         }  # fmt: skip
 
+    def stalls(self) -> dict[str, float]:
+        """Seconds that compute has waited so far, by cause (`offload.memory.stalls`); what is under way counts until now."""
+        return {cause: seconds - self._stalled[cause] for cause, seconds in self._engine.stalls.seconds().items()}
+
     def _notes(self) -> list[str]:
         e = self._engine
         notes = [f"instruction set {_core.simd_level()}, {_core.default_threads()} threads"]
+        if e.slots.counters.misses:
+            notes.append(f"{e.slots.counters.misses} of {e.slots.counters.fetches} fetches of units began only when they were needed")
         if e.space is not None:
             notes += [_swap_note(d) for d in e.space.describe()]
         return notes
@@ -84,22 +95,31 @@ class Runtime:
         return held
 
     def reset_counters(self) -> None:
-        """Moved bytes and stalls count from here."""
+        """Moved bytes and seconds count from here."""
         self._excluded = self._moved()
         self._engine.background.reset_seconds()
-        for stalls in (self._engine.slots.counters.stall_seconds, self._engine.activations.counters.stall_seconds):
-            stalls.update(dict.fromkeys(stalls, 0.0))
+        self._since, self._stalled = self._engine.stalls.clock(), self._engine.stalls.seconds()
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What moves inside is left out of `moved_bytes`."""
+        """What moves inside is left out of `moved_bytes`, and its time out of all seconds."""
         self._engine.synchronize()
-        before = self._moved()
+        before, start, stalled = self._moved(), self._engine.stalls.clock(), self.stalls()
         try:
             yield
         finally:
+            self._since += self._engine.stalls.clock() - start
+            for cause, seconds in self.stalls().items():
+                self._stalled[cause] += seconds - stalled[cause]
             for key, value in self._moved().items():
                 self._excluded[key] += value - before[key]
+
+    def trace(self, path: str | os.PathLike[str], *, steps: int | None = None) -> Trace:
+        """Records a trace from here on, for Perfetto (ui.perfetto.dev); written to `path` (gzip, if it ends in .gz) by its `close()`.
+
+        A context manager. `steps`: the newest so many alone are written. ConfigError: `path` cannot be written; or a trace is being recorded.
+        """
+        return Trace(self._engine, path, self.tier_bytes, steps=steps)
 
     def lease(self, module: nn.Module) -> AbstractContextManager[None]:
         """Keeps the unit of `module` on the device with its parameters bound, gradients flowing, while the context lasts."""

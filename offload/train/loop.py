@@ -28,6 +28,8 @@ from offload.train.rundir import RunDirectory
 from offload.train.schedule import learning_rate
 from offload.train.tokenize import Tokenizing
 
+TRACED_STEPS = 8  # the newest, in trace.json.gz
+
 
 def compute_device(name: str) -> str:
     """The device that `[train] device` means here."""
@@ -73,7 +75,8 @@ class Trainer:
         self._scaler = torch.amp.GradScaler("cuda" if self._device == "cuda" else "cpu", enabled=self._scaled)
         self._said_small = False
         self._records: list[dict[str, Any]] = []
-        self._pending: tuple[dict[str, Any], float] | None = None  # the step whose seconds are not known yet, and its start
+        # the step whose seconds are not known yet, its start, and the stalls until then
+        self._pending: tuple[dict[str, Any], float, dict[str, float]] | None = None
 
     def open(self, closing: ExitStack) -> None:
         """Measures the base, builds the model in its tiers and the optimizer over it; `closing` takes what must be closed."""
@@ -141,12 +144,13 @@ class Trainer:
             self._reporter.note(note)
         first = self._evaluate("before")
         self._runtime.reset_counters()
-        for step in range(self._config.train.steps):
-            if stopped():
-                break
-            self._step(step)
-        self._runtime.synchronize()
-        self._finish_step(time.perf_counter())
+        with self._runtime.trace(self._directory.path / "trace.json.gz", steps=TRACED_STEPS):
+            for step in range(self._config.train.steps):
+                if stopped():
+                    break
+                self._step(step)
+            self._runtime.synchronize()
+            self._finish_step(time.perf_counter())
         interrupted = len(self._records) < self._config.train.steps
         last = None if interrupted else self._evaluate("after")
         summary = self._summary(first, last, interrupted)
@@ -178,7 +182,7 @@ class Trainer:
     def _step(self, step: int) -> None:
         config, accumulate = self._config, self._config.data.accumulate
         start = time.perf_counter()
-        self._finish_step(start)
+        stalled = self._finish_step(start)
 
         # rates
         chosen = config.optimizer
@@ -207,18 +211,21 @@ class Trainer:
         tokens = accumulate * config.data.batch_size * config.data.seq_length
         record = {"step": step + 1, "loss": total, "lr": rate, "grad_norm": norm, "tokens": tokens}
         record |= {"loss_scale": loss_scale if self._scaled else None, "skipped": int(self._optimizer.skipped)}
-        self._pending = (record | {"tier_bytes": self._runtime.tier_bytes()}, start)
+        self._pending = (record | {"tier_bytes": self._runtime.tier_bytes()}, start, stalled)
 
-    def _finish_step(self, now: float) -> None:
-        """A step lasts until the next one starts: only then is its record whole."""
+    def _finish_step(self, now: float) -> dict[str, float]:
+        """A step lasts until the next one starts: only then is its record whole. Gives the stalls until now."""
+        stalled: dict[str, float] = self._runtime.stalls()
         if self._pending is None:
-            return
-        (record, start), self._pending = self._pending, None
-        seconds = now - start
+            return stalled
+        (record, start, before), self._pending = self._pending, None
+        seconds, stalls = now - start, {cause: stalled[cause] - before[cause] for cause in stalled}
         record |= {"seconds": seconds, "tokens_per_second": record["tokens"] / seconds}
+        record |= {"stall_seconds": stalls, "compute_seconds": seconds - sum(stalls.values())}
         self._records.append(record)
         self._metrics.write(record)
         self._reporter.step(record, self._config.tiers_value().budget_bytes())
+        return stalled
 
     def _evaluate(self, when: str) -> float | None:
         """Mean loss over the held-out sequences, some at a time as in training."""
@@ -258,6 +265,8 @@ class Trainer:
             "predicted_step_seconds": self._predicted,
             **self._bound(counters["moved_bytes"]),
             **counters,
+            "stall_seconds": {cause: sum(r["stall_seconds"][cause] for r in records) for cause in counters["stall_seconds"]},
+            "compute_seconds": sum(r["compute_seconds"] for r in records),
             "version": offload.__version__,
         }
 

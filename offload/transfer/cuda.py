@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from offload.memory.arena import Arena
+from offload.memory.stalls import FETCH, GRADIENT
 from offload.transfer.device import Copy, Device, Landing, Put, _host_view, _through_frames
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import SwapQueue, Transfer
@@ -54,8 +55,8 @@ class CudaDevice(Device):
         self._copy_in = torch.cuda.Stream(self.compute)
         self._copy_out = torch.cuda.Stream(self.compute)
         self._pinned: list[int] = []
-        self._in = SwapQueue("h2d")
-        self._out = SwapQueue("d2h")
+        self._in = SwapQueue("h2d", stalls=self.stalls, cause=FETCH)
+        self._out = SwapQueue("d2h", stalls=self.stalls, cause=GRADIENT)
 
     def register(self, host: Arena) -> None:
         """Pins the host arena at its exact size; where the system refuses, copies are slower and that is said."""
@@ -68,7 +69,7 @@ class CudaDevice(Device):
     def memory(self, nbytes: int) -> Arena:
         return CudaArena(nbytes, self.compute)
 
-    def fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None]) -> Transfer:
+    def fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None], what: str = "") -> Transfer:
         free = torch.cuda.Event()
         free.record(torch.cuda.current_stream(self.compute))  # the slot's last readers are on the compute stream
         arrived = torch.cuda.Event()
@@ -92,7 +93,7 @@ class CudaDevice(Device):
 
         nbytes = sum(c.nbytes for c in copies)
         self.moved["h2d"] += nbytes
-        return _Arrived(self._in.submit(run, nbytes), arrived)
+        return _Arrived(self._in.submit(run, nbytes, what=what), arrived)
 
     def send(self, source: torch.Tensor, land: Landing) -> Transfer:
         ready = torch.cuda.Event()
@@ -109,7 +110,7 @@ class CudaDevice(Device):
 
         nbytes = source.numel() * source.element_size()
         self.moved["d2h"] += nbytes
-        return self._out.submit(run, nbytes, self.in_flight_bytes_most)
+        return self._out.submit(run, nbytes, self.in_flight_bytes_most, "gradient")
 
     def stow(self, source: torch.Tensor, store: Callable[[Put], None]) -> Transfer:
         ready = torch.cuda.Event()
@@ -125,7 +126,7 @@ class CudaDevice(Device):
                 store(put)
 
         self.moved["d2h"] += source.nbytes
-        return self._out.submit(run, source.nbytes, self.in_flight_bytes_most)
+        return self._out.submit(run, source.nbytes, self.in_flight_bytes_most, "activation")
 
     def scratch(self, nbytes: int) -> torch.Tensor:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.compute)
@@ -134,6 +135,9 @@ class CudaDevice(Device):
 
     def relieve(self) -> None:
         return None  # device memory is not resident memory
+
+    def depths(self) -> dict[str, int]:
+        return {"h2d": self._in.depth, "d2h": self._out.depth}
 
     def settle(self) -> None:
         self._in.drain()

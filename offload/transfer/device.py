@@ -25,6 +25,7 @@ from offload import _core
 from offload.memory.arena import PAGE, Arena
 from offload.memory.limits import resident_bytes
 from offload.memory.shard import Shard
+from offload.memory.stalls import ACTIVATION, FETCH, GRADIENT, Stalls
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import Done, Pace, SwapQueue, Transfer
 
@@ -62,6 +63,7 @@ class Device(ABC):
 
     def __init__(self) -> None:
         self.moved = {"h2d": 0, "d2h": 0}
+        self.stalls = Stalls()
         self.resident_bytes_high = 1 << 62
         self.in_flight_bytes_most = 1 << 62
 
@@ -70,8 +72,8 @@ class Device(ABC):
         """An arena of device memory."""
 
     @abstractmethod
-    def fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None]) -> Transfer:
-        """Starts the copies, once `ready()` has returned; after the transfer's wait() what is computed sees them."""
+    def fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None], what: str = "") -> Transfer:
+        """Starts the copies, once `ready()` has returned; after the transfer's wait() what is computed sees them. `what`: a trace's name for it."""
 
     @abstractmethod
     def send(self, source: torch.Tensor, land: Landing) -> Transfer:
@@ -103,6 +105,10 @@ class Device(ABC):
         if resident > self.resident_bytes_high and resident - _core.freed_bytes() // REUSED_SHARE > self.resident_bytes_high:
             _core.keep_freed(False)
             _core.trim()
+
+    def depths(self) -> dict[str, int]:
+        """Transfers not done, by link."""
+        return {}
 
     def settle(self) -> None:
         """Waits for everything under way."""
@@ -170,27 +176,30 @@ class CpuDevice(Device):
     def memory(self, nbytes: int) -> Arena:
         return Arena("device", nbytes)
 
-    def fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None]) -> Transfer:
+    def fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None], what: str = "") -> Transfer:
         ready()
         parts: list[Transfer] = []
-        for copy in copies:
-            if copy.shard.memory is not None:
-                copy.target.view(-1).copy_(_host_view(copy))
-            elif copy.plain:
-                parts.append(copy.shard.read_async(copy.start, copy.target.view(-1).view(torch.uint8)))
-            else:
-                assert frames is not None
-                _through_frames(copy, frames, _put)
+        with self.stalls.waiting(FETCH):
+            for copy in copies:
+                if copy.shard.memory is not None:
+                    copy.target.view(-1).copy_(_host_view(copy))
+                elif copy.plain:
+                    parts.append(copy.shard.read_async(copy.start, copy.target.view(-1).view(torch.uint8)))
+                else:
+                    assert frames is not None
+                    _through_frames(copy, frames, _put)
         return _Several(parts)
 
     def send(self, source: torch.Tensor, land: Landing) -> Transfer:
         self.moved["d2h"] += source.numel() * source.element_size()
-        land(source)
+        with self.stalls.waiting(GRADIENT):
+            land(source)
         return Done()
 
     def stow(self, source: torch.Tensor, store: Callable[[Put], None]) -> Transfer:
         self.moved["d2h"] += source.nbytes
-        store(_put)
+        with self.stalls.waiting(ACTIVATION):
+            store(_put)
         return Done()
 
 
@@ -204,13 +213,13 @@ class SimDevice(Device):
 
     def __init__(self, h2d: float | None = None, d2h: float | None = None, seed: int | None = None) -> None:
         super().__init__()
-        self._in = SwapQueue("h2d", pace=Pace(h2d, seed))
-        self._out = SwapQueue("d2h", pace=Pace(d2h, None if seed is None else seed + 1))
+        self._in = SwapQueue("h2d", pace=Pace(h2d, seed), stalls=self.stalls, cause=FETCH)
+        self._out = SwapQueue("d2h", pace=Pace(d2h, None if seed is None else seed + 1), stalls=self.stalls, cause=GRADIENT)
 
     def memory(self, nbytes: int) -> Arena:
         return Arena("device", nbytes)
 
-    def fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None]) -> Transfer:
+    def fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None], what: str = "") -> Transfer:
         for copy in copies:
             copy.target.view(-1).view(torch.uint8).fill_(0xFF)  # NaN: computing before the copy arrived shows
 
@@ -225,12 +234,12 @@ class SimDevice(Device):
 
         nbytes = sum(c.nbytes for c in copies)
         self.moved["h2d"] += nbytes
-        return self._in.submit(run, nbytes)
+        return self._in.submit(run, nbytes, what=what)
 
     def send(self, source: torch.Tensor, land: Landing) -> Transfer:
         nbytes = source.numel() * source.element_size()
         self.moved["d2h"] += nbytes
-        return self._out.submit(lambda: land(source), nbytes, self.in_flight_bytes_most)
+        return self._out.submit(lambda: land(source), nbytes, self.in_flight_bytes_most, "gradient")
 
     def stow(self, source: torch.Tensor, store: Callable[[Put], None]) -> Transfer:
         nbytes = source.nbytes
@@ -239,7 +248,10 @@ class SimDevice(Device):
         def run(source: torch.Tensor = source) -> None:  # holds the source until it has run
             store(_put)
 
-        return self._out.submit(run, nbytes, self.in_flight_bytes_most)
+        return self._out.submit(run, nbytes, self.in_flight_bytes_most, "activation")
+
+    def depths(self) -> dict[str, int]:
+        return {"h2d": self._in.depth, "d2h": self._out.depth}
 
     def settle(self) -> None:
         self._in.drain()

@@ -6,11 +6,14 @@ import threading
 
 import torch
 
+from offload.memory.stalls import STAGING, Stalls
+
 
 class FramePool:
     """`count` page-aligned buffers of `nbytes` each, as uint8 tensors. `take` waits for one; `give` returns it."""
 
-    def __init__(self, memory: torch.Tensor, count: int, nbytes: int) -> None:
+    def __init__(self, memory: torch.Tensor, count: int, nbytes: int, stalls: Stalls | None = None) -> None:
+        self._stalls = stalls or Stalls()
         self.count, self.nbytes = count, nbytes
         self.all = [memory[i * nbytes : (i + 1) * nbytes] for i in range(count)]
         self._free = list(reversed(self.all))
@@ -18,8 +21,9 @@ class FramePool:
 
     def take(self) -> torch.Tensor:
         with self._changed:
-            while not self._free:
-                self._changed.wait()
+            if not self._free:
+                with self._stalls.waiting(STAGING):
+                    self._changed.wait_for(lambda: self._free)
             return self._free.pop()
 
     def give(self, frame: torch.Tensor) -> None:

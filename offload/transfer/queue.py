@@ -8,8 +8,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from offload.memory.shard import Transfer
+from offload.memory.stalls import FETCH, Lane, Stalls
 
 __all__ = ["Done", "Pace", "SwapQueue", "Transfer"]
 
@@ -24,8 +26,8 @@ class Done:
 
 
 class _Job:
-    def __init__(self, queue: SwapQueue, run: Callable[[], None], nbytes: int) -> None:
-        self._queue = queue
+    def __init__(self, queue: SwapQueue, run: Callable[[], None], nbytes: int, what: str) -> None:
+        self._queue, self.what = queue, what
         self._run: Callable[[], None] | None = run
         self.nbytes = nbytes
         self.error: BaseException | None = None
@@ -65,10 +67,14 @@ class Pace:
 
 
 class SwapQueue:
-    """Runs submitted jobs in order on a thread of its own. `submit` waits while `bound` jobs are pending, or too many bytes. `close()` drains."""
+    """Runs submitted jobs in order on a thread of its own. `submit` waits while `bound` jobs are pending, or too many bytes. `close()` drains.
 
-    def __init__(self, name: str, bound: int = 16, pace: Pace | None = None) -> None:
+    Whoever waits for it stalls for `cause`, or for what its thread waits for.
+    """
+
+    def __init__(self, name: str, bound: int = 16, pace: Pace | None = None, stalls: Stalls | None = None, cause: str = FETCH) -> None:
         self.name = name
+        self._stalls, self._cause, self._lane = stalls or Stalls(), cause, Lane()
         self.moved_bytes = 0
         self._bound = bound
         self._pace = pace or Pace()
@@ -80,22 +86,37 @@ class SwapQueue:
         self._thread = threading.Thread(target=self._serve, name=f"offload-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, run: Callable[[], None], nbytes: int, pending_bytes_most: int | None = None) -> _Job:
-        """Queues a transfer of `nbytes`, first waiting until what is pending and it are no more than `pending_bytes_most`, or nothing is pending."""
+    def submit(self, run: Callable[[], None], nbytes: int, pending_bytes_most: int | None = None, what: str = "") -> _Job:
+        """Queues a transfer of `nbytes`, called `what` in a trace.
+
+        Waits first until what is pending and it are no more than `pending_bytes_most`, or nothing is pending.
+        """
         room = math.inf if pending_bytes_most is None else pending_bytes_most - nbytes
-        job = _Job(self, run, nbytes)
+        job = _Job(self, run, nbytes, what)
         with self._changed:
             if self._closing:
                 raise RuntimeError(f"the {self.name} queue is closed")
             self._demanded += 1  # a full queue demands its head
             self._changed.notify_all()
-            while len(self._jobs) >= self._bound or (self._jobs and self._pending_bytes > room):
-                self._changed.wait()
+            if self._full(room):
+                with self._waiting():
+                    self._changed.wait_for(lambda: not self._full(room))
             self._demanded -= 1
             self._jobs.append(job)
             self._pending_bytes += nbytes
             self._changed.notify_all()
         return job
+
+    def _full(self, room: float) -> bool:
+        return len(self._jobs) >= self._bound or bool(self._jobs and self._pending_bytes > room)
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        return self._stalls.waiting(self._cause, lambda: self._stalls.of(self._lane))
+
+    @property
+    def depth(self) -> int:
+        """Transfers that are not done."""
+        return len(self._jobs)
 
     def drain(self) -> None:
         with self._changed:
@@ -111,7 +132,9 @@ class SwapQueue:
             self._thread.join()
 
     def _wait_for(self, job: _Job) -> None:
-        with self._changed:
+        if job.done:
+            return
+        with self._waiting(), self._changed:
             self._demanded += 1
             self._changed.notify_all()
             while not job.done:
@@ -119,6 +142,13 @@ class SwapQueue:
             self._demanded -= 1
 
     def _serve(self) -> None:
+        self._stalls.serve(self._lane)
+        try:
+            self._run()
+        finally:
+            self._stalls.leave()
+
+    def _run(self) -> None:
         while True:
             with self._changed:
                 while not self._jobs and not self._closing:
@@ -129,8 +159,12 @@ class SwapQueue:
                 while lazy and not self._demanded and not self._closing and len(self._jobs) < self._bound:
                     self._changed.wait()
                 job = self._jobs[0]
+            recorder = self._stalls.recorder
+            start = recorder.clock() if recorder is not None else 0.0
             self._pace.spend(job.nbytes)
             job.run()
+            if recorder is not None:
+                recorder.span(self.name, job.what, start, {"bytes": job.nbytes})
             with self._changed:
                 self._jobs.popleft()
                 self._pending_bytes -= job.nbytes
