@@ -97,6 +97,12 @@ def update_order(chunks: Sequence[int], forward: Sequence[int]) -> tuple[Place, 
     return tuple((unit, chunk) for unit in forward for chunk in range(chunks[unit]))
 
 
+def unit_order(forward: Sequence[int], early: int) -> list[int]:
+    """Units in the order of their updates: `early` of them as their gradients come in a backward, the rest as the next forward uses them."""
+    first = list(reversed(forward))[:early]
+    return [*first, *(unit for unit in forward if unit not in first)]
+
+
 def read_early(updates: Sequence[Place], plan: Plan) -> tuple[Place, ...]:
     """Those of the updates whose states are read before step(): as many of those that need a buffer as there are."""
     return tuple(p for p in updates if _needs_buffer(plan, p))[: plan.staging.updates]

@@ -97,7 +97,8 @@ class Trainer:
             precision=config.precision_value(),
             activations=config.train.activations,
             batch=planned.batch,
-            updates=config.train.updates,
+            accumulate=config.data.accumulate,
+            updates=config.updates_value(),
             plan=planned,
             seed=config.train.seed,
         )
