@@ -80,7 +80,7 @@ class Early:
 
     def begin(self) -> None:
         """A backward begins, and no gradient of it has come. OffloadError if the last one's updates have started."""
-        if not self.accumulate or not any(accumulates(r.parameter) for records in self._trained for r in records):
+        if not self.accumulate or not self.units_most or not any(accumulates(r.parameter) for records in self._trained for r in records):
             return
         self.check()
         if self._started:
