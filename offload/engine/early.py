@@ -177,6 +177,7 @@ class Early:
     def guard_use(self, unit: int) -> None:
         """OffloadError if the unit's updates have started: whoever wants its values wants those before."""
         if unit in self._started:
+            self.check()
             self._background.check()
             self.guard(self._trained[unit][0], "using the value")
 

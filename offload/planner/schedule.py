@@ -22,7 +22,7 @@ from offload.planner.timeline import Timeline
 
 Place = tuple[int, int]  # a unit, and a chunk of its trained flat
 STEPS = 4  # simulated, the last of which is steady
-TRIED = 8  # parts of the units that choose_early() tries in turn
+TRIED = 4  # parts of the units that choose_early() tries in turn
 KINDS = ("fetch", "forward", "backward", "release", "gradient", "boundary", "step", "read", "update", "write")
 
 
