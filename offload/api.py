@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from offload import _core
-from offload.config import Precision, Tiers, refuse_later
+from offload.config import Precision, Tiers, check_updates, refuse_later
 from offload.engine.build import Found, discover
 from offload.engine.engine import Engine
 from offload.engine.registry import check_unprepared, engine_of
@@ -106,12 +106,14 @@ def prepare(
     Parameters keep their objects, names, shapes and dtypes and rest on the device `cpu`. A model on the meta device is initialised
     unit by unit by its own rules, seeded by `seed` and each parameter's name, unless weights are loaded first; so is the random rounding
     of moments kept in fewer bits. `place` fixes roles' tiers: {"parameter" | "gradient" | "optimizer": "device" | "host" | "nvme"}.
-    fp16 compute wants the trained parameters in fp32.
+    fp16 compute wants the trained parameters in fp32. `updates`: "forward", or "backward": the backward of the last of `accumulate`
+    micro-batches starts updates as gradients come to rest, to the same bits; what would come between it and step() is then refused.
     `batch` is (sequences, tokens) of a micro-batch, so that activations are planned for. Raises `ConfigError`, `PlanError` before anything
     is allocated, `SwapError`.
     """
     precision = precision or Precision()
-    refuse_later(updates=updates, stage=stage)
+    refuse_later(stage=stage)
+    check_updates(updates, precision)
     if mesh is not None:
         raise ConfigError("mesh: several ranks are not available in this version; leave it out")
     check_unprepared(model)
@@ -135,7 +137,7 @@ def prepare(
         _core.keep_freed(True)
         target.in_flight_bytes_most = made.working.in_flight
         target.resident_bytes_high = base_bytes(unknown=own) + made.peak_bytes["host"] + made.relief_bytes
-        Engine(model, found, made, tiers, target, seed)
+        Engine(model, found, made, tiers, target, seed, accumulate if updates == "backward" else 0)
     except BaseException:
         target.close()
         raise

@@ -166,15 +166,21 @@ def check_place(place: Mapping[str, str] | None) -> dict[str, str]:
     return dict(place or {})
 
 
-def refuse_later(*, updates: str = "forward", stage: int = 3) -> None:
+def check_updates(updates: str, precision: Precision) -> None:
+    """`ConfigError` unless updates may start when `updates` says."""
+    if updates not in get_args(Updates):
+        raise ConfigError(f"updates = {updates!r}: give one of {', '.join(map(repr, get_args(Updates)))}")
+    if updates == "backward" and "fp16" in (precision.compute, precision.grad):
+        raise ConfigError(
+            "updates = 'backward' starts updates before all gradients are known, and with fp16 a step that overflows must be skipped whole: "
+            "give 'forward', or precision.compute and precision.grad 'bf16'"
+        )
+
+
+def refuse_later(*, stage: int = 3) -> None:
     """Raises `ConfigError` for a value that the schema knows and this version cannot do."""
-    refused = {
-        "train.updates": (updates, updates != "forward", "give 'forward'"),
-        "train.stage": (stage, stage != 3, "stages need several ranks; leave it out"),
-    }
-    for key, (value, later, instead) in refused.items():
-        if later:
-            raise ConfigError(f"{key} = {value!r} is not available in this version: {instead}")
+    if stage != 3:
+        raise ConfigError(f"train.stage = {stage!r} is not available in this version: stages need several ranks; leave it out")
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]
@@ -274,7 +280,7 @@ class TrainTable(_Table):
     device: Literal["auto", "cuda", "cpu", "sim"] = "auto"
     stage: Annotated[int, Field(ge=0, le=3)] = 3
     activations: Activations = "auto"
-    updates: Updates = "forward"
+    updates: Literal["auto", "forward", "backward"] = "auto"
 
 
 class CheckpointTable(_Table):
@@ -334,8 +340,13 @@ class RunConfig(_Table):
                 raise ConfigError("[checkpoint] is not available in this version: leave the table out")
             if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
                 raise ConfigError("several ranks are not available in this version: start one process")
-            self.precision_value()
-            refuse_later(updates=self.train.updates, stage=self.train.stage)
+            check_updates(self.updates_value(), self.precision_value())
+            if self.updates_value() == "backward" and self.optimizer.clip is not None:
+                raise ConfigError(
+                    "train.updates = 'backward' starts updates before the norm of all gradients is known, which optimizer.clip needs: "
+                    "leave one of the two out"
+                )
+            refuse_later(stage=self.train.stage)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
@@ -346,6 +357,11 @@ class RunConfig(_Table):
     def place_value(self) -> dict[str, str] | None:
         """The roles fixed to tiers; None where there are none."""
         return {str(role): str(tier) for role, tier in self.tiers.place.items()} or None
+
+    def updates_value(self) -> Updates:
+        """When updates start: during the backward, unless the run file says otherwise or something needs all gradients first."""
+        needs_all = self.optimizer.clip is not None or "fp16" in (self.precision.compute, self.precision.grad)
+        return ("forward" if needs_all else "backward") if self.train.updates == "auto" else self.train.updates
 
     def precision_value(self) -> Precision:
         """The dtypes as `prepare` takes them."""

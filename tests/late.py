@@ -66,26 +66,36 @@ class LateBatch:
 
 
 class LatePrepared:
-    """A prepared batch, which reads ahead, and begins when it is waited for."""
+    """A prepared batch, which reads ahead, and begins when it is waited for. A gated one's jobs open when they are waited for."""
 
     def __init__(self, pipeline: Any, batch: Any) -> None:
         self._pipeline, self.batch = pipeline, batch
         self.hyper: np.ndarray[Any, Any] | None = None
         self.begun = False
+        self.gated = False
+        self.to_open: set[int] = set()
         self._lock = threading.Lock()
 
     def begin_all(self) -> None:
         with self._lock:
-            if not self.begun:
+            for index in sorted(self.to_open):
+                self._pipeline.open(self.batch, index)
+            self.to_open.clear()
+            if not self.begun and self.hyper is not None:
                 self.begun = True
-                self._pipeline.begin(self.batch, self.hyper)
+                (self._pipeline.settle if self.gated else self._pipeline.begin)(self.batch, self.hyper)
 
     def wait_job(self, index: int, written: bool = False) -> None:
-        self.begin_all()
+        with self._lock:
+            if index in self.to_open:
+                self.to_open.remove(index)
+                self._pipeline.open(self.batch, index)
+        if self.hyper is not None:
+            self.begin_all()
         self.batch.wait_job(index, written)
 
     def reached(self, index: int, written: bool = False) -> bool:
-        return self.begun and bool(self.batch.reached(index, written))
+        return (self.begun or self.gated) and bool(self.batch.reached(index, written))
 
     def wait(self) -> None:
         if self.hyper is not None:
@@ -133,7 +143,21 @@ class LatePipeline:
         if self._chance is not None and self._chance.random() < 0.3:
             batch.begin_all()
 
+    def gate(self, batch: LatePrepared, hyper: np.ndarray[Any, Any]) -> None:
+        batch.gated = True
+        self._pipeline.gate(batch.batch, hyper)
+
+    def open(self, batch: LatePrepared, index: int) -> None:
+        if self._chance is not None and self._chance.random() < 0.5:
+            self._pipeline.open(batch.batch, index)
+        else:
+            batch.to_open.add(index)
+
+    def settle(self, batch: LatePrepared, hyper: np.ndarray[Any, Any]) -> None:
+        self.begin(batch, hyper)
+
     def cancel(self, batch: LatePrepared) -> None:
+        batch.begin_all()
         self._pipeline.cancel(batch.batch)
 
     def __getattr__(self, name: str) -> Any:

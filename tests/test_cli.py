@@ -171,6 +171,23 @@ def test_treatments_of_activations(capsys: pytest.CaptureFixture[str], run: Path
     assert moved["nvme"]["nvme_write"] - moved["keep"]["nvme_write"] == 2 * results["nvme"]["activation_bytes"]["nvme"]
 
 
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_updates_in_the_backward(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, run: Path, device: str) -> None:
+    """Chosen by itself where nothing needs all gradients first; the same bits, for as many units as the schedule says."""
+    from offload.train.estimate import Estimate
+
+    run.write_text(RUN.replace("clip = 1.0\n", ""))
+    results = []
+    for updates, units in (("forward", 0), ("auto", 2), ("backward", 99)):
+        monkeypatch.setattr(Estimate, "early", lambda *_, units=units, **__: units)
+        settings = [f"train.updates={updates}", f"train.device={device}", "tiers.place.optimizer=nvme", "data.accumulate=2"]
+        assert main(["train", str(run), "--set", *settings, "--json", "--out", str(run.parent / updates)]) == 0
+        said = capsys.readouterr()
+        results.append(json.loads(said.out))
+        assert (f"updates of {units} of" in said.err) == (units > 0)
+    assert len({(tuple(r["losses"]), r["digest"]) for r in results}) == 1
+
+
 def test_a_run_from_the_command(run: Path) -> None:
     cwd = run.parent
     done = command("train", run, "--set", "data.accumulate=2", "--json", cwd=cwd)

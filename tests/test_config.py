@@ -146,7 +146,7 @@ def test_refusals_name_the_key(run: Path, override: str, says: str) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["checkpoint.every=20", "train.stage=1", "train.updates=backward"],
+    ["checkpoint.every=20", "train.stage=1"],
 )
 def test_what_comes_later_is_refused_and_not_ignored(run: Path, override: str) -> None:
     assert "not available in this version" in refusal(run, override)
@@ -158,13 +158,25 @@ def test_treatments_of_activations(run: Path, mode: str) -> None:
     assert "train.activations = 'disk'" in refusal(run, "train.activations=disk")
 
 
+def test_updates_start_in_the_backward_where_nothing_needs_all_gradients(run: Path) -> None:
+    def when(*overrides: str) -> str:
+        return RunConfig.load(run, overrides).updates_value()
+
+    clipped = "optimizer.clip=1.0"
+    assert [when(), when(clipped), when("precision.compute=fp16"), when("train.updates=forward")] == ["backward", "forward", "forward", "forward"]
+    assert when("train.updates=backward") == "backward"
+    explicit = "train.updates=backward"
+    assert "optimizer.clip" in refusal(run, explicit, clipped) and "fp16" in refusal(run, explicit, "precision.grad=fp16")
+    assert "train.updates = 'never'" in refusal(run, "train.updates=never")
+
+
 def test_several_ranks_come_later(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "ranks" in refusal(run)
 
 
 def test_prepare_refuses_the_same_values() -> None:
-    refuse_later(updates="forward")
+    refuse_later(stage=3)
     with pytest.raises(ConfigError, match="stage"):
         refuse_later(stage=1)
 

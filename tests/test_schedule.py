@@ -17,7 +17,7 @@ from offload.config import Precision
 from offload.engine.registry import engine_of
 from offload.planner.layout import ParameterSpec, UnitSpec
 from offload.planner.placement import Capacities, Plan, chunks_of, gradient_chunk_bytes, plan_units
-from offload.planner.schedule import KINDS, Event, Schedule, Speeds, Work, read_early, schedule, update_order
+from offload.planner.schedule import KINDS, Event, Schedule, Speeds, Work, choose_early, read_early, schedule, unit_order, update_order
 from offload.planner.timeline import Timeline
 from test_background import STATE_ON_NVME, X
 
@@ -53,19 +53,21 @@ def lane_of(plan: Plan, e: Event) -> str:
     return {"forward": "compute", "backward": "compute", "read": "nvme_read", "write": "nvme_write", "update": "update"}.get(e.kind, "")
 
 
-def made(plan: Plan, speed: Speeds, order: list[int], direct: bool = False) -> Schedule:
-    return schedule(plan, order, speed, [Work(0.01 * (1 + i % 3), 0.02) for i in range(len(plan.layouts))], direct)
+def made(plan: Plan, speed: Speeds, order: list[int], direct: bool = False, early: int = 0) -> Schedule:
+    return schedule(plan, order, speed, [Work(0.01 * (1 + i % 3), 0.02) for i in range(len(plan.layouts))], direct, early)
 
 
-@given(plans, speeds, st.randoms(use_true_random=False), st.booleans())
+@given(plans, speeds, st.randoms(use_true_random=False), st.booleans(), st.integers(0, 7))
 @SETTINGS
-def test_a_step_keeps_its_order(plan: Plan, speed: Speeds, random: object, direct: bool) -> None:
+def test_a_step_keeps_its_order(plan: Plan, speed: Speeds, random: object, direct: bool, early: int) -> None:
     order = list(range(len(plan.layouts)))
     random.shuffle(order)  # type: ignore[attr-defined]
-    s = made(plan, speed, order, direct)
+    s = made(plan, speed, order, direct, early)
+    first = set(order[::-1][:early])
     assert {e.kind for e in s.events} <= set(KINDS)
     assert all(e.earliest <= e.start <= e.end for e in s.events)
-    assert s.updates == update_order([len(chunks_of(u)) for u in plan.layouts], order)
+    assert s.updates == update_order([len(chunks_of(u)) for u in plan.layouts], unit_order(order, early))
+    assert unit_order(order, 0) == order
     assert [e.unit for e in s.of("forward")] == order and [e.unit for e in s.of("backward")] == order[::-1]
     forward = {e.unit: e for e in s.of("forward")}
     updates = {(e.unit, e.chunk): e for e in s.of("update")}
@@ -74,21 +76,21 @@ def test_a_step_keeps_its_order(plan: Plan, speed: Speeds, random: object, direc
     for e in s.of("read"):
         reads[e.unit, e.chunk].append(e)
     for place, update in updates.items():
-        assert update.start >= 0 and update.end <= forward[place[0]].start
+        assert (update.start >= 0 or place[0] in first) and update.end <= forward[place[0]].start
         assert all(r.end <= update.start for r in reads[place])
         assert place not in writes or update.end <= writes[place].start
         assert (place in writes) == bool(reads[place])
-        assert place in s.early or all(r.start >= 0 for r in reads[place])
+        assert first or place in s.early or all(r.start >= 0 for r in reads[place])
     for e in s.of("gradient"):
         assert e.end <= s.seconds + 1e-9 and updates[e.unit, e.chunk].end <= e.end
     for e in s.of("fetch"):
         assert plan.parameter[e.unit] != "nvme" or all(w.end <= e.start for p, w in writes.items() if p[0] == e.unit)
 
 
-@given(plans, speeds)
+@given(plans, speeds, st.integers(0, 7))
 @SETTINGS
-def test_links_and_buffers_are_never_overdrawn(plan: Plan, speed: Speeds) -> None:
-    s = made(plan, speed, list(range(len(plan.layouts))))
+def test_links_and_buffers_are_never_overdrawn(plan: Plan, speed: Speeds, early: int) -> None:
+    s = made(plan, speed, list(range(len(plan.layouts))), early=early)
     assert s.staging_peak() <= plan.staging.updates * plan.staging.frame_bytes
     lanes = defaultdict(list)
     for e in s.events:
@@ -99,10 +101,10 @@ def test_links_and_buffers_are_never_overdrawn(plan: Plan, speed: Speeds) -> Non
             assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(events)), lane
 
 
-@given(plans, speeds)
+@given(plans, speeds, st.integers(0, 7))
 @SETTINGS
-def test_a_step_is_no_shorter_than_its_links_and_no_longer_than_their_sum(plan: Plan, speed: Speeds) -> None:
-    s = made(plan, speed, list(range(len(plan.layouts))))
+def test_a_step_is_no_shorter_than_its_links_and_no_longer_than_their_sum(plan: Plan, speed: Speeds, early: int) -> None:
+    s = made(plan, speed, list(range(len(plan.layouts))), early=early)
     compute = sum(e.end - e.start for e in s.events if e.kind in ("forward", "backward"))
     assert s.seconds >= compute - 1e-9
     busy = defaultdict(float)
@@ -124,6 +126,35 @@ def test_updates_hide_under_the_forward() -> None:
         assert len(s.early) == plan.staging.updates and len(s.updates) == chunks
         least = 2 + max(1.0, seconds * (1 - len(s.early) / chunks))
         assert least <= s.seconds <= 1.05 * least
+
+
+def test_updates_are_split_between_backward_and_forward() -> None:
+    """Where moving state takes about as long as all compute, neither a forward nor a backward alone can hide it: the split is better than both."""
+    plan = plan_of([1 << 20] * 16, HOST | {"optimizer": "nvme"})
+    state, work = (16 << 20) * 12, [Work(1 / 16, 2 / 16)] * 16
+    for seconds in (1.5, 2.5, 3.0):
+        speed = Speeds(1e10, 1e10, state / seconds, state / seconds, (16 << 20) / 0.2)
+        split = choose_early(plan, range(16), speed, work)
+        took = {n: schedule(plan, range(16), speed, work, early=n).seconds for n in (0, split, 16)}
+        assert split > 0 and took[split] < took[0] and took[split] <= took[16] and took[split] <= 1.2 * max(3.0, seconds)
+        s = schedule(plan, range(16), speed, work, early=split)
+        landed = {(e.unit, e.chunk): e.end - s.seconds for e in s.of("gradient")}  # a step earlier, as all steps are alike
+        for e in s.of("update"):
+            assert e.start >= (landed[e.unit, e.chunk] if e.unit >= 16 - split else 0.0) - 1e-6
+    assert choose_early(plan, range(16), Speeds(), work) == 0  # nothing to hide
+
+
+def test_the_runtime_keeps_the_schedule_of_updates_in_the_backward(tmp_path: Path) -> None:
+    with M.prepared(M.seeded(lambda: M.Order(depth=9)), M.tiers(tmp_path), place=STATE_ON_NVME, updates="backward") as model:
+        engine, optimizer = engine_of(model), offload.optim.AdamW(model.parameters())
+        offload.runtime(model).start_early(4)
+        model.order = [3, 1, 4, 0, 5, 2, 6, 8, 7]
+        for _ in range(2):
+            M.mean_square(model, X).backward()
+            s = made(engine.plan, Speeds(), model.order, direct=True, early=4)
+            assert engine.background._gated is not None and tuple(engine.background._gated[1]) == s.updates
+            assert list(engine.early._started) == model.order[:4:-1]
+            optimizer.step()
 
 
 def test_the_runtime_keeps_the_schedule(tmp_path: Path) -> None:

@@ -373,6 +373,18 @@ void begin(Pipeline& pipeline, const std::shared_ptr<Batch>& batch, const py::bu
   pipeline.begin(batch, std::move(hypers), refresh);
 }
 
+void gate(Pipeline& pipeline, const std::shared_ptr<Batch>& batch, const py::buffer& hyper) {
+  auto hypers = hypers_of(hyper);
+  const py::gil_scoped_release release;
+  pipeline.gate(batch, std::move(hypers));
+}
+
+void settle(Pipeline& pipeline, const std::shared_ptr<Batch>& batch, const py::buffer& hyper) {
+  auto hypers = hypers_of(hyper);
+  const py::gil_scoped_release release;
+  pipeline.settle(batch, std::move(hypers));
+}
+
 py::dict stats_of(const Batch& batch) {
   const BatchStats s = batch.stats();
   py::dict out;
@@ -436,7 +448,14 @@ void bind_pipeline(py::module_& m) {
           "first; "
           "and how many gave way.")
       .def("cancel", &Pipeline::cancel, py::arg("batch"), py::call_guard<py::gil_scoped_release>(),
-           "The prepared batch changes nothing; its wait() returns when it reads no more.");
+           "The prepared batch changes nothing; its wait() returns when it reads no more. Of a gated one what was "
+           "opened goes "
+           "on.")
+      .def("gate", &gate, py::arg("batch"), py::arg("hyper"),
+           "As begin(), but each job waits until it is opened, or until settle().")
+      .def("open", &Pipeline::open, py::arg("batch"), py::arg("index"), py::call_guard<py::gil_scoped_release>())
+      .def("settle", &settle, py::arg("batch"), py::arg("hyper"),
+           "Opens all jobs of the gated batch that are not open, with these hyper-parameters.");
 }
 
 void translate(std::exception_ptr raised) {

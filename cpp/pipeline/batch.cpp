@@ -31,6 +31,7 @@ class Waiting {
 Batch::Batch(std::vector<std::shared_ptr<const Job>> jobs, std::shared_ptr<Signal> signal)
     : jobs_(std::move(jobs)),
       signal_(std::move(signal)),
+      gates_(jobs_.size(), Gate::kShut),
       states_(jobs_.size(), State::kPending),
       unfinished_(jobs_.size()) {
   for (const auto& job : jobs_) {
@@ -62,11 +63,14 @@ void Batch::check(const std::vector<Hyper>& hypers) const {
 
 bool Batch::idle(size_t index) const {
   const Job& job = *jobs_[index];
-  if (cancelled_) return true;
+  if (cancelled_ && gates_[index] != Gate::kOpen) return true;
   if (refresh_ || job.segments.empty()) return false;
+  const auto& given = hypers(index);
   return std::all_of(job.segments.begin(), job.segments.end(),
-                     [this](const Segment& s) { return s.n == 0 || hypers_[s.hyper].active == 0; });
+                     [&given](const Segment& s) { return s.n == 0 || given[s.hyper].active == 0; });
 }
+
+bool Batch::open(size_t index) const { return begun_ && gates_[index] != Gate::kShut; }
 
 void Batch::set(size_t index, State state) {
   const std::lock_guard<std::mutex> lock(mutex_);

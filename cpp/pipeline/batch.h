@@ -59,6 +59,8 @@ class Batch {
 
   void check(const std::vector<Hyper>& hypers) const;  // throws std::invalid_argument where they do not suit the jobs
   bool idle(size_t index) const;                       // nothing to do for the job: see Pipeline::submit
+  bool open(size_t index) const;                       // the job may be read whole and updated
+  const std::vector<Hyper>& hypers(size_t index) const { return gates_[index] == Gate::kLate ? late_hypers_ : hypers_; }
   void set(size_t index, State state);
   void fail(size_t index, const io::IoError& error);
   bool over(size_t index, bool written) const;
@@ -70,11 +72,16 @@ class Batch {
 
   const std::vector<std::shared_ptr<const Job>> jobs_;
   const std::shared_ptr<Signal> signal_;
-  // Under the pipeline's mutex until begun, constant from then on.
+  // kShut: not to be updated yet. kLate: opened by Pipeline::settle(), and so with its hyper-parameters.
+  enum class Gate : uint8_t { kShut, kOpen, kLate };
+
+  // Under the pipeline's mutex until begun (late_hypers_: until settled), constant from then on.
   std::vector<Hyper> hypers_;
+  std::vector<Hyper> late_hypers_;
   bool refresh_ = false;
   bool begun_ = false;
-  bool cancelled_ = false;
+  bool cancelled_ = false;                            // what was not opened by then changes nothing
+  std::vector<Gate> gates_;                           // under the pipeline's mutex
   std::vector<std::shared_ptr<io::Engine>> engines_;  // each once
 
   mutable std::mutex mutex_;

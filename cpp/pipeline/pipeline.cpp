@@ -60,9 +60,10 @@ Pipeline::~Pipeline() {
 bool Pipeline::finish() {
   Lock lock(signal_->mutex);
   closing_ = true;
-  if (prepared_) {
-    prepared_->cancelled_ = true;
-    set_off();
+  for (auto* batch : {&prepared_, &gated_}) {
+    if (!*batch) continue;
+    (*batch)->cancelled_ = true;
+    set_off(*batch, Batch::Gate::kLate);
   }
   signal_->changed.notify_all();
   while (!signal_->changed.wait_for(lock, kPatience, [this] { return ended_; })) {
@@ -96,6 +97,7 @@ std::shared_ptr<Batch> Pipeline::submit(const std::vector<size_t>& jobs, std::ve
   batch->hypers_ = std::move(hypers);
   batch->refresh_ = refresh;
   batch->begun_ = true;
+  batch->gates_.assign(batch->size(), Batch::Gate::kOpen);
   queue(batch);
   return batch;
 }
@@ -109,27 +111,56 @@ std::shared_ptr<Batch> Pipeline::prepare(const std::vector<size_t>& jobs) {
 
 void Pipeline::begin(const std::shared_ptr<Batch>& batch, std::vector<Hyper> hypers, bool refresh) {
   const Lock lock(signal_->mutex);
-  check_prepared(batch);
+  check_is(batch, prepared_, "prepared");
   batch->check(hypers);
   batch->hypers_ = std::move(hypers);
   batch->refresh_ = refresh;
-  set_off();
+  set_off(prepared_, Batch::Gate::kOpen);
 }
 
 void Pipeline::cancel(const std::shared_ptr<Batch>& batch) {
   const Lock lock(signal_->mutex);
-  check_prepared(batch);
+  auto& one = gated_ ? gated_ : prepared_;
+  check_is(batch, one, "prepared");
   batch->cancelled_ = true;
-  set_off();
+  set_off(one, Batch::Gate::kLate);
 }
 
-void Pipeline::check_prepared(const std::shared_ptr<Batch>& batch) const {
-  if (!batch || batch != prepared_) throw std::invalid_argument("pipeline: this batch is not the prepared one");
+void Pipeline::gate(const std::shared_ptr<Batch>& batch, std::vector<Hyper> hypers) {
+  const Lock lock(signal_->mutex);
+  check_is(batch, prepared_, "prepared");
+  batch->check(hypers);
+  batch->hypers_ = std::move(hypers);
+  batch->begun_ = true;
+  gated_ = std::move(prepared_);
+  prepared_.reset();
+}
+
+void Pipeline::open(const std::shared_ptr<Batch>& batch, size_t index) {
+  const Lock lock(signal_->mutex);
+  check_is(batch, gated_, "gated");
+  batch->check_index(index);
+  batch->gates_[index] = Batch::Gate::kOpen;
+  signal_->changed.notify_all();
+}
+
+void Pipeline::settle(const std::shared_ptr<Batch>& batch, std::vector<Hyper> hypers) {
+  const Lock lock(signal_->mutex);
+  check_is(batch, gated_, "gated");
+  batch->check(hypers);
+  batch->late_hypers_ = std::move(hypers);
+  set_off(gated_, Batch::Gate::kLate);
+}
+
+void Pipeline::check_is(const std::shared_ptr<Batch>& batch, const std::shared_ptr<Batch>& one, const char* what) {
+  if (!batch || batch != one)
+    throw std::invalid_argument(std::string("pipeline: this batch is not the ") + what + " one");
 }
 
 std::shared_ptr<Batch> Pipeline::make(const std::vector<size_t>& jobs) const {
   if (foreign()) throw std::runtime_error("a pipeline cannot be used in a forked child; make one there");
   if (prepared_) throw std::invalid_argument("pipeline: a batch is prepared; begin or cancel it first");
+  if (gated_) throw std::invalid_argument("pipeline: a batch is gated; settle or cancel it first");
   std::vector<std::shared_ptr<const Job>> chosen;
   chosen.reserve(jobs.size());
   for (const size_t job : jobs) {
@@ -157,11 +188,12 @@ void Pipeline::queue(const std::shared_ptr<Batch>& batch) {
   signal_->changed.notify_all();
 }
 
-// The prepared batch begins. Idle jobs that have no frame yet will take none.
-void Pipeline::set_off() {
-  const auto batch = std::move(prepared_);
-  prepared_.reset();
+// Jobs of the prepared or gated batch that are shut go through `gate`. Idle ones that have no frame yet will take none.
+void Pipeline::set_off(std::shared_ptr<Batch>& one, Batch::Gate gate) {
+  const auto batch = std::move(one);
+  one.reset();
   batch->begun_ = true;
+  for (Batch::Gate& g : batch->gates_) g = g == Batch::Gate::kShut ? gate : g;
   const auto of_batch = [&batch](const RunPtr& run) { return run->batch == batch; };
   const auto leaves = [&](const RunPtr& run) { return of_batch(run) && run->idle && run->stage == Stage::kWaiting; };
   for (const auto* runs : {&framed_, &frameless_}) {
@@ -192,24 +224,46 @@ bool Pipeline::empty() const { return framed_.empty() && frameless_.empty() && h
 // Gives free frames to the next jobs and starts their reads.
 bool Pipeline::admit(Lock& lock) {
   bool worked = false;
-  while (!broken_ && !unread_.empty() && !free_frames_.empty() && !must_wait(*unread_.front())) {
-    const RunPtr run = unread_.front();
-    unread_.pop_front();
+  while (!broken_ && !unread_.empty()) {
+    const auto next = next_unread();
+    const RunPtr run = *next;
+    if (must_wait(*run) || (free_frames_.empty() && !(run->open() && find_frame()))) break;
+    unread_.erase(std::find(unread_.begin(), unread_.end(), run));
     run->frame = free_frames_.back();
     free_frames_.pop_back();
-    read(lock, run, run->batch->begun_);
+    read(lock, run, run->open());
     worked = true;
   }
   return worked;
 }
 
-// Reads what is late of jobs that have all else, once their batch has begun.
+// Of the jobs without a frame the first that is open, else the first. Those of earlier batches are all open.
+std::deque<Pipeline::RunPtr>::iterator Pipeline::next_unread() {
+  const auto open = std::find_if(unread_.begin(), unread_.end(), [](const RunPtr& run) { return run->open(); });
+  return open == unread_.end() ? unread_.begin() : open;
+}
+
+// Takes the frame of the last job that is shut and is not being read; false if there is none. See [Note: gated
+// batches].
+bool Pipeline::find_frame() {
+  const auto shut = std::find_if(framed_.rbegin(), framed_.rend(), [](const RunPtr& run) {
+    return run->frame >= 0 && !run->open() && run->stage != Stage::kReading;
+  });
+  if (shut == framed_.rend()) return false;
+  const RunPtr run = *shut;
+  leave_frame(*run);
+  run->stage = Stage::kWaiting;
+  const auto after = [&run](const RunPtr& other) { return other->order > run->order; };
+  unread_.insert(std::find_if(unread_.begin(), unread_.end(), after), run);
+  return true;
+}
+
+// Reads what is late of jobs that have all else, once they are open.
 bool Pipeline::resume(Lock& lock) {
   bool worked = false;
   while (!broken_) {
-    const auto primed = std::find_if(framed_.begin(), framed_.end(), [](const RunPtr& run) {
-      return run->stage == Stage::kPrimed && run->batch->begun_;
-    });
+    const auto primed = std::find_if(framed_.begin(), framed_.end(),
+                                     [](const RunPtr& run) { return run->stage == Stage::kPrimed && run->open(); });
     if (primed == framed_.end()) break;
     const RunPtr run = *primed;
     if (run->idle) {
@@ -266,9 +320,12 @@ bool Pipeline::flush(Lock& lock) {
 
 Pipeline::RunPtr Pipeline::choose() const {
   const auto first = [](const std::deque<RunPtr>& runs) {
-    return runs.empty() || !runs.front()->batch->begun_ ? nullptr : runs.front();
+    const auto open = std::find_if(runs.begin(), runs.end(), [](const RunPtr& run) { return run->open(); });
+    return open == runs.end() ? nullptr : *open;
   };
-  const RunPtr framed = first(framed_);
+  const auto holder =
+      std::find_if(framed_.begin(), framed_.end(), [](const RunPtr& run) { return run->frame >= 0 && run->open(); });
+  const RunPtr framed = holder == framed_.end() ? first(framed_) : *holder;  // one without might wait for its frame
   RunPtr frameless = first(frameless_);
   if (frameless && !frameless->idle && options_.lazy && signal_->waiting == 0 && !closing_) frameless = nullptr;
   const bool ready = framed && framed->stage == Stage::kReady;
@@ -285,11 +342,13 @@ bool Pipeline::step(Lock& lock) {
   if (broken_) return false;
   const RunPtr run = choose();
   if (!run) return false;
-  (run->frame >= 0 ? framed_ : frameless_).pop_front();
+  auto& runs = run->frame >= 0 ? framed_ : frameless_;
+  runs.erase(std::find(runs.begin(), runs.end(), run));
   if (!run->idle) {
+    const auto& hypers = run->batch->hypers(run->index);
     lock.unlock();
     const auto start = Clock::now();
-    update(*run->job, run->batch->hypers_, run->memory(frames_), pool_);
+    update(*run->job, hypers, run->memory(frames_), pool_);
     run->times.update_from = start;
     run->times.update_to = Clock::now();
     lock.lock();
@@ -309,7 +368,8 @@ bool Pipeline::step(Lock& lock) {
 }
 
 void Pipeline::rest(Lock& lock) {
-  const RunPtr next = framed_.empty() ? nullptr : framed_.front();
+  const auto open = std::find_if(framed_.begin(), framed_.end(), [](const RunPtr& run) { return run->open(); });
+  const RunPtr next = open == framed_.end() ? nullptr : *open;
   const bool reading = next && next->stage == Stage::kReading;
   const auto start = Clock::now();
   rest_ = reading ? Rest::kRead : writes_flying_ != 0 ? Rest::kWrite : Rest::kNone;
@@ -317,7 +377,7 @@ void Pipeline::rest(Lock& lock) {
   signal_->changed.wait(lock);
   std::tie(waited_read_seconds_, waited_write_seconds_) = waited_now();
   rest_ = Rest::kNone;
-  if (!next || !next->batch->begun_) return;
+  if (!next) return;
   const double seconds = seconds_since(start);
   const std::lock_guard<std::mutex> guard(next->batch->mutex_);
   (reading ? next->batch->stats_.read_wait_seconds : next->batch->stats_.write_wait_seconds) += seconds;

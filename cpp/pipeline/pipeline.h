@@ -53,6 +53,14 @@ struct Traced {
 // prepared: its jobs take free frames, in order, and read into them all that is not late; nothing is updated until it
 // begins. Whoever writes to those bytes meanwhile cancels it, and waits for it, first. Only the last batch can be in
 // this state, so the frames that it holds are never what an earlier one waits for.
+//
+// [Note: gated batches]
+// Gradients come one by one. A batch may begin `gated`: each job is shut until it is opened, and settle() opens the
+// rest with hyper-parameters of their own. Jobs should be given in the order in which they will be opened, as they take
+// frames in it; any other order is right too. A job that is open and has no frame goes first for one. Where none is
+// free and a shut job holds one, the last such job loses it, and is read again later. So frames are held by open jobs,
+// which end by themselves, or can be had as soon as their reads have ended: a job that is open ends, whatever becomes
+// of others. Only the last batch can be gated and not settled.
 class Pipeline {
  public:
   // `frames`: addresses of frame_bytes each, on which direct I/O works best when they are multiples of 4096.
@@ -75,6 +83,13 @@ class Pipeline {
   std::shared_ptr<Batch> prepare(const std::vector<size_t>& jobs);
   void begin(const std::shared_ptr<Batch>& batch, std::vector<Hyper> hypers, bool refresh = false);
   void cancel(const std::shared_ptr<Batch>& batch);
+
+  // As begin(), of a batch whose jobs are opened one by one; see [Note: gated batches]. open() and settle() throw
+  // std::invalid_argument for any batch but the gated one. Until it is settled, prepare() and submit() throw, and
+  // cancel() takes it too: what was opened goes on, the rest changes nothing.
+  void gate(const std::shared_ptr<Batch>& batch, std::vector<Hyper> hypers);
+  void open(const std::shared_ptr<Batch>& batch, size_t index);
+  void settle(const std::shared_ptr<Batch>& batch, std::vector<Hyper> hypers);
 
   const PipelineOptions& options() const { return options_; }
   size_t frames() const { return frames_.size(); }
@@ -104,17 +119,20 @@ class Pipeline {
     bool failed = false;
     Traced times;
 
+    bool open() const { return batch->open(index); }
     char* memory(const std::vector<char*>& frames) const { return frame < 0 ? nullptr : frames[frame]; }
   };
   using RunPtr = std::shared_ptr<Run>;
   using Lock = std::unique_lock<std::mutex>;
 
   std::shared_ptr<Batch> make(const std::vector<size_t>& jobs) const;
-  void check_prepared(const std::shared_ptr<Batch>& batch) const;
+  static void check_is(const std::shared_ptr<Batch>& batch, const std::shared_ptr<Batch>& one, const char* what);
   void queue(const std::shared_ptr<Batch>& batch);
-  void set_off();
+  void set_off(std::shared_ptr<Batch>& batch, Batch::Gate gate);
   void conduct();
   bool admit(Lock& lock);
+  std::deque<RunPtr>::iterator next_unread();
+  bool find_frame();
   bool resume(Lock& lock);
   bool flush(Lock& lock);
   bool step(Lock& lock);
@@ -156,7 +174,7 @@ class Pipeline {
   double waited_read_seconds_ = 0;
   double waited_write_seconds_ = 0;
   Ring<Traced> traced_;
-  std::shared_ptr<Batch> prepared_;
+  std::shared_ptr<Batch> prepared_, gated_;  // at most one of them
   std::optional<io::IoError> broken_;
   bool closing_ = false;
   bool ended_ = false;

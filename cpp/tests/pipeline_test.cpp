@@ -1,6 +1,7 @@
 // The pipeline against the same updates done one by one in memory: equal bits, whatever is in flight at the time.
 #include "pipeline/pipeline.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <random>
@@ -361,6 +362,76 @@ void late_reads() {
   }
 }
 
+// Jobs opened in any order, some never; the rest have hyper-parameters of their own. A job that is open ends though
+// others keep their frames shut.
+void gated(int kind, size_t frame_count, bool mixed, unsigned order) {
+  Rig rig(make_engine(kind), frame_count, 0, 11, mixed);
+  rig.fill();
+  for (int step = 1; step <= 4; ++step) {
+    const auto batch = rig.pipeline->prepare(rig.all());
+    CHECK_THROWS(std::invalid_argument, rig.pipeline->open(batch, 0), "not the gated one");
+    CHECK_THROWS(std::invalid_argument, rig.pipeline->gate(batch, {}), "hyper-parameters 0 of 0");
+    rig.pipeline->gate(batch, {hyper_of(step)});
+    CHECK_THROWS(std::invalid_argument, rig.pipeline->prepare({0}), "settle or cancel it first");
+    CHECK_THROWS(std::invalid_argument, rig.pipeline->submit({0}, {hyper_of(1)}), "settle or cancel it first");
+    CHECK_THROWS(std::invalid_argument, rig.pipeline->begin(batch, {hyper_of(1)}), "not the prepared one");
+    std::vector<size_t> opened(rig.chunks.size());
+    for (size_t i = 0; i < opened.size(); ++i) opened[i] = order == 0 ? i : opened.size() - 1 - i;
+    if (order > 1) std::shuffle(opened.begin(), opened.end(), std::mt19937(order + step));
+    opened.resize(step == 4 ? opened.size() : opened.size() - order % 4 - 1);
+    std::vector<bool> early(rig.chunks.size());
+    for (const size_t i : opened) {
+      Chunk& chunk = rig.chunks[i];
+      for (float& x : chunk.grad) x += 0.5f;  // it comes last
+      rig.pipeline->open(batch, i);
+      if (order % 2 == 1) batch->wait_job(i, i % 2 == 0);
+      early[i] = true;
+      chunk.update_twin(hyper_of(step), rig.pool);
+    }
+    for (const size_t i : opened) batch->wait_job(i, true);
+    for (size_t i = 0; i < early.size(); ++i) CHECK(early[i] || !batch->reached(i, false));
+    CHECK(step == 4 || !batch->done());
+    Hyper late = hyper_of(step + 7);
+    late.active = step != 2;
+    if (step == 3) {
+      rig.pipeline->cancel(batch);
+    } else {
+      rig.pipeline->settle(batch, {late});
+    }
+    CHECK_THROWS(std::invalid_argument, rig.pipeline->open(batch, 0), "not the gated one");
+    for (size_t i = 0; i < early.size(); ++i) {
+      if (!early[i] && step == 1) rig.chunks[i].update_twin(late, rig.pool);
+    }
+    batch->wait();
+  }
+  const auto last = rig.pipeline->prepare(rig.all());
+  rig.pipeline->gate(last, {hyper_of(5)});
+  rig.pipeline->open(last, 3);
+  rig.chunks[3].update_twin(hyper_of(5), rig.pool);
+  last->wait_job(3, true);
+  rig.compare();
+  rig.pipeline.reset();  // ends what nobody settled
+  CHECK(last->done());
+}
+
+// An error ends a gated batch whether its jobs are open or not.
+void gated_failures(size_t frame_count, bool writing) {
+  io::Faults faults;
+  (writing ? faults.write_errno : faults.read_errno) = EIO;
+  faults.bad_begin = 3 * kRecordBytes;
+  faults.bad_end = faults.bad_begin + 1;
+  Rig rig(std::make_shared<io::FaultEngine>(io::EngineOptions{1, 4096}, faults), frame_count, 1, 6, false);
+  const auto batch = rig.pipeline->prepare(rig.all());
+  rig.pipeline->gate(batch, {hyper_of(1)});
+  rig.pipeline->open(batch, 3);
+  CHECK_THROWS(io::IoError, batch->wait_job(3, true), "EIO");
+  CHECK_THROWS(io::IoError, batch->wait(), "EIO");
+  rig.pipeline->open(batch, 1);
+  rig.pipeline->settle(batch, {hyper_of(1)});
+  CHECK_THROWS(io::IoError, batch->wait_job(1, false), "EIO");
+  CHECK_THROWS(io::IoError, rig.pipeline->submit(rig.all(), {hyper_of(2)})->wait(), "EIO");
+}
+
 void prepared_failures(size_t frame_count) {
   io::Faults faults;
   faults.read_errno = EIO;
@@ -433,6 +504,14 @@ int main() {
     for (const size_t frames : {1, 2, 5, 12}) {
       for (const bool mixed : {false, true}) prepared(kind, frames, mixed);
     }
+  }
+  for (int kind = 0; kind < 3; ++kind) {
+    for (const size_t frames : {1, 2, 5, 12}) {
+      for (unsigned order = 0; order < 6; ++order) gated(kind, frames, order % 3 == 2, order);
+    }
+  }
+  for (const size_t frames : {1, 5}) {
+    for (const bool writing : {false, true}) gated_failures(frames, writing);
   }
   late_reads();
   lazy_jobs();

@@ -50,9 +50,10 @@ def _placement(run: str, overrides: Sequence[str]) -> dict[str, Any]:
     direct, accumulate = device == "cpu", config.data.accumulate
     traffic = traffic_of(made, direct=direct, accumulate=accumulate)
     found = estimate(model_config, config, made, toy.in_chunks, torch.device("cuda" if device == "cuda" else "cpu"))
+    early = found.early(made, direct=direct, accumulate=accumulate) if config.updates_value() == "backward" else 0
     return {
         "parameters": made.parameters,
-        "predicted_step_seconds": found.predicted(made, direct=direct, accumulate=accumulate),
+        "predicted_step_seconds": found.predicted(made, direct=direct, accumulate=accumulate, early=early),
         **found.bound(traffic, recompute=made.recomputes, accumulate=accumulate),
         "written_bytes_per_step": traffic.nvme_write,
         "state_bytes": made.state_bytes,

@@ -16,16 +16,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from offload.engine.record import Unit
 from offload.engine.update import Updates
-from offload.errors import SwapError
+from offload.errors import OffloadError, SwapError
 from offload.memory.stalls import NVME_READ, NVME_WRITE, UPDATE, Stalls
 
 STEPS_MOST = 2  # steps whose write-backs may be under way
+Hypers: TypeAlias = dict[str, float | int | bool]  # fields of ops.HYPER
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Background:
         self._jobs: list[dict[int, _Job]] = [{} for _ in units]
         self._batches: deque[Any] = deque()
         self._prepared: tuple[Any, list[tuple[int, int]]] | None = None
+        self._gated: tuple[Any, list[tuple[int, int]]] | None = None  # of the step that comes; see [Note: updates under the backward]
         self._dropped: Any = None
         self._seconds: dict[str, float] = {}
         self._error: SwapError | None = None
@@ -54,25 +56,63 @@ class Background:
         """Submits the updates of one step, those of units that are computed first before others. `hyper` is copied."""
         while len(self._batches) >= STEPS_MOST:
             self._retire()
-        if self._prepared is not None:
+        if self._gated is not None:
+            (batch, places), self._gated = self._gated, None
+            self._updates.pipeline.settle(batch, hyper)
+        elif self._prepared is not None:
             (batch, places), self._prepared = self._prepared, None
             self._updates.pipeline.begin(batch, hyper)
         else:
             batch, places = self._updates.submit(hyper, order)
         self._batches.append(batch)
-        for index, (unit, chunk) in enumerate(places):
-            self._jobs[unit][chunk] = _Job(batch, index)
+        active = self._updates.active(hyper)
+        for index, place in enumerate(places):
+            if place in active:  # an earlier job of any other may be still to be written
+                self._jobs[place[0]][place[1]] = _Job(batch, index)
         self.check()
+
+    def gate(self, hypers: dict[int, Hypers], order: Sequence[int]) -> None:
+        """Begins the updates of the next step, units in `order`, each to wait until it is opened; `start` does the rest."""
+        while len(self._batches) >= STEPS_MOST:
+            self._retire()
+        if self._gated is not None or (self._prepared is not None and not self._updates.arranged(order)):
+            self.drop()
+        batch, places = self._prepared or self._updates.prepare(order)
+        self._prepared, table = None, self.hyper()
+        for number, fields in hypers.items():
+            for key, value in (fields | {"active": 1}).items():
+                table[number][key] = value
+        self._updates.pipeline.gate(batch, table)
+        self._gated = batch, places
+
+    @property
+    def gated(self) -> bool:
+        """Whether there is anything to open."""
+        return self._gated is not None
+
+    def open(self, unit: int) -> None:
+        """The unit's updates may run from here on."""
+        if self._gated is None:
+            raise OffloadError("there is no update to open")
+        batch, places = self._gated
+        for index, place in enumerate(places):
+            if place[0] == unit:
+                self._jobs[unit][place[1]] = _Job(batch, index)
+                self._updates.pipeline.open(batch, index)
 
     def read_ahead(self, order: Sequence[int]) -> None:
         """Starts reading for the next step's updates, unless that was done. See [Note: reading ahead]."""
         while self._batches and self._batches[0].done and not self._batches[0].failed:
             self._retire()
-        if self._prepared is None and self._updates.moves and len(self._batches) < STEPS_MOST:
+        if self._prepared is None and self._gated is None and self._updates.moves and len(self._batches) < STEPS_MOST:
             self._prepared = self._updates.prepare(order)
 
     def drop(self) -> None:
-        """Gives up what was read ahead; returns when nothing is being read. SwapError if it failed."""
+        """Gives up what was read ahead; returns when nothing is being read. SwapError if it failed.
+
+        Of a gated batch what was opened stays under way.
+        """
+        self._abandon()
         if self._prepared is not None:
             (self._dropped, _), self._prepared = self._prepared, None
             self._updates.pipeline.cancel(self._dropped)
@@ -80,6 +120,13 @@ class Background:
             with self._stalls.waiting(NVME_READ):
                 self._dropped.wait()
             self._dropped = None
+
+    def _abandon(self) -> None:
+        if self._gated is not None:
+            (batch, _), self._gated = self._gated, None
+            self._updates.pipeline.cancel(batch)
+            self._batches.append(batch)
+            self._dropped = batch
 
     def wait(self, unit: int, chunk: int, written: bool, tell: bool = True) -> None:
         """Returns when a chunk is updated (or `written` back too). SwapError if it cannot be; unless `tell`, the caller may keep it to itself."""
@@ -126,15 +173,18 @@ class Background:
         return bool(self._jobs[unit]) and self._units[unit].parameters[0].memory is None
 
     def synchronize(self) -> None:
-        """Returns when nothing is under way. SwapError if any of it failed."""
+        """Returns when nothing is under way but what is still to be opened. SwapError if any of it failed."""
         while self._batches:
             self._retire()
         self.check()
-        for jobs in self._jobs:
-            jobs.clear()
+        for unit, jobs in enumerate(self._jobs):
+            for chunk in list(jobs):
+                self.wait(unit, chunk, True)
 
     def check(self) -> None:
         """Raises the error that ended an earlier step, if it is known by now."""
+        if self._gated is not None and self._gated[0].failed:
+            self._abandon()
         if self._error is None and any(b.failed for b in self._batches):
             while self._error is None:
                 self._retire(raising=False)
@@ -143,7 +193,8 @@ class Background:
             raise self._error.with_traceback(None)
 
     def finish(self) -> None:
-        """As `synchronize`; an error that the user was told of is not raised once more."""
+        """As `synchronize`, and nothing is opened any more; an error that the user was told of is not raised once more."""
+        self._abandon()
         while self._batches:
             self._retire(raising=False)
         if not self._told:
@@ -161,7 +212,7 @@ class Background:
 
     def close(self) -> None:
         self._updates.close()
-        self._prepared = self._dropped = None
+        self._prepared = self._gated = self._dropped = None
         self._batches.clear()
         self._jobs = [{} for _ in self._units]
 

@@ -56,6 +56,13 @@ class ChunkCache:
         if entry is not None and entry.dirty:
             self._start_write(key, entry)
 
+    def written(self, key: int) -> bool:
+        """Whether the chunk's bytes are in the file. Never waits; raises what its write-back did."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.writing is not None and entry.writing.done:
+            self._settle(entry)
+        return entry is None or not (entry.dirty or entry.writing is not None)
+
     def flush(self) -> None:
         for key, entry in self._entries.items():
             if entry.dirty:

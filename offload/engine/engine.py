@@ -19,6 +19,7 @@ from offload.engine.activations import Activations, Pool
 from offload.engine.atrest import AtRest
 from offload.engine.background import Background
 from offload.engine.build import Found, arena_bytes, make_records, make_shards
+from offload.engine.early import Early
 from offload.engine.gradients import Gradients
 from offload.engine.initialise import fill_buffers, initial_values
 from offload.engine.record import CODES, DTYPES, Record, Unit
@@ -44,9 +45,13 @@ log = logging.getLogger("offload")
 class Engine:
     """Everything behind one prepared model. Built by `prepare`; `close()` gives all of it back."""
 
-    def __init__(self, model: nn.Module, found: Sequence[Found], plan: Plan, tiers: Tiers, device: Device, seed: int) -> None:
+    def __init__(
+        self, model: nn.Module, found: Sequence[Found], plan: Plan, tiers: Tiers, device: Device, seed: int, updates_after: int = 0
+    ) -> None:  # fmt: skip
+        """`updates_after`: how many backwards a step has, in the last of which updates start; 0: they start at step()."""
         self.model, self.plan, self.tiers, self.device, self.seed = model, plan, tiers, device, seed
         self.stalls = device.stalls
+        self._updates_after = updates_after
         self.budgets = {tier: Budget(tier, n) for tier, n in tiers.budget_bytes().items()}
         self.closed = False
         self._owner = os.getpid()
@@ -117,6 +122,10 @@ class Engine:
         self.streamer = Streamer(
             self.model, self.units, self.records, self.slots, self.gradients, self.activations, self.plan.recomputes, self.initialise
         )
+        self.early = Early(self.units, self.gradients, self.background, self.slots.uses, self.streamer.order.forward, self._updates_after)
+        self.streamer.early = self.early
+        self.state.guard = lambda record: self.early.guard_use(record.unit)
+        self.gradients.guard, self.gradients.came = self.early.guard, self.early.came
         self.streamer.on_root = self._close_plan
         self.streamer.before_backward = self._before_backward
         self.gradients.before_sums = self.widen_gradients
@@ -204,6 +213,7 @@ class Engine:
     def _before_access(self, record: Record, reading: bool) -> None:
         if self.closed:
             raise OffloadError(f"the runtime that holds {record.name} was closed")
+        self.state.guard(record)
         if reading and not record.written:
             self.initialise(record.unit)
 
@@ -217,8 +227,10 @@ class Engine:
 
     def _before_backward(self) -> None:
         if self.gradients.dtype != torch.float32 and any(self.gradients.earlier(r) for r in self.records if r.trained):
+            self.early.refuse("a further backward")
             self.widen_gradients()
-        self.background.read_ahead(self.streamer.order.forward())
+        self.early.begin()
+        self.background.read_ahead(self.early.order())
 
     def widen_gradients(self) -> None:
         """A backward adds to gradients kept in fewer bits: sums are fp32 from here on, or BudgetError before anything is computed."""
@@ -281,12 +293,15 @@ class Engine:
         self.slots.settle()
         table = self.background.hyper()
         for number, fields in hypers.items():
+            if self.early.opened(self.records[number]):
+                continue
             for key, value in fields.items():
                 table[number][key] = value
             table[number]["grad_scale"] *= self.gradients.scale_of(self.records[number])
             table[number]["active"] = 1
             self.records[number].version += 1
         self.background.start(table, self.streamer.order.forward())
+        self.early.reset()
         self.slots.forget()
         for unit, use in enumerate(self.slots.uses):
             if use.firm or use.soft:  # a step inside a forward or a backward

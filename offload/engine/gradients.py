@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -39,7 +39,7 @@ _FLT_MAX = torch.finfo(torch.float32).max
 _FP16_OVER = 65520.0  # from here on fp32 rounds to an infinite fp16
 
 
-def _accumulates(parameter: torch.Tensor) -> bool:
+def accumulates(parameter: torch.Tensor) -> bool:
     """Whether the backward that runs accumulates into the parameter (and not `autograd.grad`, which only returns)."""
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
@@ -74,6 +74,9 @@ class Gradients:
         self._nested_tasks: set[int] = set()
         self.before_sums: Callable[[], None] = lambda: None
         self.let_go: Callable[[int, int], None] = lambda unit, chunk: None  # waits for a chunk's update, which reads what rests here
+        self.before_backward: Callable[[], None] = lambda: None  # called at each gradient that arrives
+        self.came: Callable[[Record], None] = lambda record: None
+        self.guard: Callable[[Record, str, bool], None] = lambda record, doing, whole: None  # raises where an update must not see a change
         self._awaited: dict[int, set[int]] = {}
         self._first_chunk = [0]
         for unit in units:
@@ -96,12 +99,13 @@ class Gradients:
     def contribution(self, record: Record, value: torch.Tensor) -> Contribution:
         """One use's gradient. A first use of several lands early where that keeps its bits and nothing looks at it on the way."""
         self._check()
+        self.before_backward()
         if value.layout != torch.strided:
             raise OffloadError(f"parameter {record.name} has a sparse gradient, which is not supported; build its module with sparse=False")
         out = Contribution(record, self, value)
         p, entry, task = record.parameter, self._entries[record.number], torch._C._current_graph_task_id()
         first = len(record.uses) > 1 and p.grad is None and entry.early_task != task
-        if first and value.dtype == self.dtype and not p._backward_hooks and _accumulates(p):
+        if first and value.dtype == self.dtype and not p._backward_hooks and accumulates(p):
             entry.early_task = task
             out.landed, out.value = self.land(record, value), None
         return out
@@ -165,6 +169,7 @@ class Gradients:
                 f"parameter {record.name} was frozen when prepare() ran, so it has no master and no moments; set requires_grad before prepare()"
             )
         self._check()
+        self.guard(record, "a gradient", False)
         entry = self._entries[record.number]
         self._settle(entry)
         entry.generation += 1
@@ -182,6 +187,7 @@ class Gradients:
 
     def accumulate(self, record: Record, contribution: Contribution) -> None:
         """Adds to what rests here: a later use of the same backward, or a later micro-batch."""
+        self.guard(record, "a further gradient", False)
         entry = self._entries[record.number]
         scale, entry.scale = entry.scale, 1.0
         value = contribution.held().contiguous()
@@ -230,6 +236,7 @@ class Gradients:
 
     def write(self, record: Record, value: torch.Tensor) -> None:
         self._check()
+        self.guard(record, "writing to the gradient", True)
         entry = self._entries[record.number]
         self._settle(entry)
         stored, entry.scale = self._fitted(value.detach().to("cpu").contiguous())
@@ -247,6 +254,7 @@ class Gradients:
     def zero(self, record: Record) -> None:
         """As `write` of zeros, at once."""
         self._check()
+        self.guard(record, "zeroing the gradient", True)
         entry = self._entries[record.number]
         self._settle(entry)
         entry.scale, entry.zeroed = 1.0, True
@@ -261,6 +269,9 @@ class Gradients:
         return self._entries[record.number].scale
 
     def scale(self, records: Iterable[Record], factor: float) -> None:
+        records = list(records) if factor != 1.0 else []
+        for record in records:
+            self.guard(record, "scaling the gradient", True)
         for record in records:
             self._entries[record.number].scale *= factor
 
@@ -366,3 +377,20 @@ class Gradients:
         if len(awaited) == len(unit.layout.trained.chunks[chunk].slices):
             del self._awaited[key]
             self._cache.finish(key)
+
+
+def at_rest(gradients: Gradients, records: Sequence[Record]) -> bool:
+    """Whether what came has landed, and has been written where it rests on NVMe. Never waits; raises what went wrong."""
+    entries = [gradients._entries[r.number] for r in records]
+    if any(e.zeroed or not all(t.done for t in e.landing) for e in entries):
+        return False
+    for entry in entries:
+        gradients._settle(entry)
+    if gradients._cache is None:
+        return True
+    if not gradients._lock.acquire(blocking=False):  # something lands, which may wait for a drive
+        return False
+    try:
+        return all(gradients._cache.written(gradients._first_chunk[r.unit] + chunk) for r in records for chunk, _ in r.slices)
+    finally:
+        gradients._lock.release()

@@ -44,6 +44,7 @@ class State:
         self.units, self.form, self.compute = units, form, DTYPES[form.compute]
         self._before, self._background, self._refresh = before, background, refresh
         self._generations: dict[int, int] = {}
+        self.guard: Callable[[Record], None] = lambda record: None  # raises where an update has started too early for this access
 
     def parameter_shard(self, record: Record) -> tuple[Shard, int, torch.dtype]:
         """The shard, the byte where the parameter starts in it, and the dtype stored; updates of what is there are done."""
@@ -51,6 +52,7 @@ class State:
         dtype = DTYPES[unit.layout.flats[record.flat].dtype]
         shard = unit.parameters[record.flat]
         if record.trained:
+            self.guard(record)
             for chunk, _ in record.slices:
                 self._background.wait(record.unit, chunk, shard.memory is None)
         return shard, record.offset * dtype.itemsize, dtype
@@ -68,6 +70,7 @@ class State:
         """The shard that has a part of the state, and the byte where the stretch's values of it start."""
         unit = self.units[record.unit]
         assert unit.layout.trained is not None
+        self.guard(record)
         self._background.wait(record.unit, where.chunk, unit.states[where.chunk].memory is None)
         return unit.states[where.chunk], self.form.at(role, unit.layout.trained.chunks[where.chunk].numel, where.at)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop
 from offload.engine.activations import Activations
 from offload.engine.atrest import AtRest
 from offload.engine.binding import Entry, bind, unbind
+from offload.engine.early import Early
 from offload.engine.gradients import Gradients
 from offload.engine.order import AccessOrder
 from offload.engine.record import Record, Unit
@@ -84,22 +85,24 @@ class _Kwargs(dict[str, Any]):
 
 
 class _Ending:
-    """Autograd's final callback. A backward that raises never calls it but lets go of it, which serves as well."""
+    """Autograd's final callback: `end(True)`. A backward that raises never calls it but lets go of it, which serves as well."""
 
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end: Callable[[], None] | None = end
+    def __init__(self, end: Callable[[bool], None]) -> None:
+        self._end: Callable[[bool], None] | None = end
 
-    def __call__(self) -> None:
+    def __call__(self, whole: bool = True) -> None:
         end, self._end = self._end, None
         if end is not None:
-            end()
+            end(whole)
 
     def __del__(self) -> None:
-        self()
+        self(False)
 
 
 class Streamer:
-    """Hooks of one prepared model."""
+    """Hooks of one prepared model. `early` is set before the first of them runs."""
+
+    early: Early
 
     def __init__(
         self,
@@ -125,9 +128,11 @@ class Streamer:
         self._calls: list[_Call] = []
         self._backward = _Backward()
         self._handles: list[Any] = []
+        self._with_gradients = True  # whether the last forward of the root was
         self._own_hooks: weakref.WeakKeyDictionary[Callable[[torch.Tensor], Any], Any] = weakref.WeakKeyDictionary()  # pack: the hooks around
         self._enter_hooks: list[tuple[nn.Module, Any]] = []
         slots.on_steal = self._stolen
+        gradients.before_backward = lambda: self._begin_backward(1)
         self._register(model, records)
 
     def _register(self, model: nn.Module, records: list[Record]) -> None:
@@ -161,6 +166,7 @@ class Streamer:
             self._end_backward()
             self.slots.device.stalls.computing()
             self.activations.begin()
+            self._with_gradients = torch.is_grad_enabled()
         for unit_module, handle in self._enter_hooks:  # last, so that what is recomputed starts from what the user's hooks made
             hooks = unit_module._forward_pre_hooks
             hooks[handle.id] = hooks.pop(handle.id)
@@ -175,6 +181,8 @@ class Streamer:
                 self._end_backward()  # a backward that raised
             if not self._calls and torch.is_grad_enabled():
                 self.gradients.new_forward()
+            if self._with_gradients and not torch.is_grad_enabled():
+                self.early.hidden.update(self.owners[number])
             self.order.computed(self.owners[number])
         self._check(number)
         start = self._now()
@@ -248,6 +256,7 @@ class Streamer:
 
     def _lease(self, number: int) -> dict[int, list[torch.Tensor]]:
         for owner in self.owners[number]:
+            self.early.guard_use(owner)
             self._ready(owner)
         for owner in self.owners[number]:
             self.slots.uses[owner].firm += 1
@@ -340,17 +349,24 @@ class Streamer:
 
     # Backward
 
-    def _enter_backward(self, number: int, rebind: bool, mark: tuple[int, int]) -> None:
-        if self._backward.task == -1:
+    def _begin_backward(self, functions: int = 0) -> None:
+        """At the first sign of a backward. `functions`: of those that are running backward, how many are ours."""
+        if self._backward.task == -1 and torch._C._current_graph_task_id() >= 0:
             self._backward.task = torch._C._current_graph_task_id()
             self.slots.device.stalls.computing("backward")
-            if _within_backward_of_checkpoint():
+            if _functions_in_backward() > functions:  # it runs inside another one: a custom function's, as reentrant checkpoints are
                 self.gradients.nested_backward()
             else:
                 self.before_backward()
             torch.autograd.Variable._execution_engine.queue_callback(_Ending(self._end_backward))
+
+    def _enter_backward(self, number: int, rebind: bool, mark: tuple[int, int]) -> None:
+        self._begin_backward()
         if self._backward.unit != number:
             self._end_backward_unit()
+            self.early.advance()
+            if any(self.early.started(owner) for owner in self.owners[number]):
+                return  # a gradient only passes through
             self._backward.start = self._now()
             flats = {owner: self.slots.resident(owner) for owner in self.owners[number]}
             for owner in self.owners[number]:
@@ -373,10 +389,12 @@ class Streamer:
             self.slots.uses[owner].soft = False
         self._record("backward", number, self._backward.start)
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, whole: bool = False) -> None:
         self._end_backward_unit()
         self.activations.forget()
         self._backward.task = -1
+        if whole:
+            self.early.advance()
 
     def _stolen(self, number: int) -> None:
         if self._backward.unit is not None and number in self.owners[self._backward.unit]:
@@ -421,14 +439,13 @@ def _inside(top: nn.Module, unit: Unit, units: list[Unit]) -> Iterator[nn.Module
         stack.extend(module.children())
 
 
-def _within_backward_of_checkpoint() -> bool:
-    """Whether this backward runs inside another one: a custom function's, as reentrant checkpoints are."""
-    at: FrameType | None = sys._getframe(1)
+def _functions_in_backward() -> int:
+    """How many custom functions are running their backward, one inside another."""
+    count, at = 0, cast("FrameType | None", sys._getframe(1))
     while at is not None:
-        if at.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
-            return True
+        count += at.f_code is torch.autograd.function.BackwardCFunction.apply.__code__
         at = at.f_back
-    return False
+    return count
 
 
 def _arrival(number: int, gradients: Gradients) -> Callable[[torch.Tensor], None]:
@@ -439,6 +456,7 @@ def _arrival(number: int, gradients: Gradients) -> Callable[[torch.Tensor], None
         there = weakly()
         if there is not None:
             there.arrived(there.records[number])
+            there.came(there.records[number])
 
     return arrived
 

@@ -128,6 +128,15 @@ class Updates:
         self._arrange(tuple(order))
         return self.pipeline.prepare([job.number for job in self._jobs]), [(job.unit, job.chunk) for job in self._jobs]
 
+    def active(self, hyper: np.ndarray[Any, Any]) -> set[tuple[int, int]]:
+        """The unit and chunk of every job that has an active parameter."""
+        active = hyper["active"].tolist()
+        return {(job.unit, job.chunk) for job in self._jobs if any(active[i] for i in job.records)}
+
+    def arranged(self, order: Sequence[int]) -> bool:
+        """Whether what was last prepared has its units in this order."""
+        return self._order == tuple(order)
+
     def _arrange(self, order: tuple[int, ...]) -> None:
         if order != self._order:
             jobs = {(job.unit, job.chunk): job for job in self._jobs}

@@ -128,6 +128,10 @@ class Runtime:
                 return self._engine.streamer.lease(unit.number)
         raise ConfigError(f"this {type(module).__name__} is in no unit of the prepared model")
 
+    def start_early(self, units: int) -> None:
+        """With updates="backward": of how many units, those whose gradients come first, updates start during it; all unless this says less."""
+        self._engine.early.units_most = units
+
     def digest(self) -> str:
         """A hash of all parameters, moments and steps, by name: the same wherever they rest."""
         return self._engine.digest()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from offload.engine.atrest import AtRest
+from offload.engine.background import Hypers
 from offload.engine.engine import Engine
 from offload.engine.record import Record
 from offload.engine.registry import record_of
@@ -58,6 +59,15 @@ class Adam(torch.optim.Optimizer):
     def add_param_group(self, param_group: _Group) -> None:
         _refuse_unsupported(self.defaults | param_group)
         super().add_param_group(param_group)
+        self._engines()
+
+    def _engines(self) -> list[Engine]:
+        """Those of all parameters; from here on they know this optimizer."""
+        homes = (record_of(p) for group in self.param_groups for p in group["params"])
+        engines = list(dict.fromkeys(home[0] for home in homes if home is not None))
+        for engine in engines:
+            engine.early.optimizers.add(self)
+        return engines
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -66,18 +76,67 @@ class Adam(torch.optim.Optimizer):
                 group.setdefault(name, value)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter whose `.grad` is not None. Calls `closure` first, with gradients enabled, and returns its loss."""
-        loss = None
+        """Updates every parameter whose `.grad` is not None. Calls `closure` first, with gradients enabled, and returns its loss.
+
+        With updates="backward", OffloadError where what the backward has started is not what this step would do: the step is then partly
+        applied, and so are all later ones refused. ConfigError for a `closure`.
+        """
+        loss, engines = None, self._engines()
         if closure is not None:
+            if any(engine.early.accumulate for engine in engines):
+                raise ConfigError('step(closure) runs its backward inside the step; prepare(..., updates="forward") allows it')
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
             chosen = self._with_gradients()
+            for engine in engines:
+                engine.early.verify(self._hypers_now(chosen.get(engine, ())))
+            for engine, part in chosen.items():
+                engine.gradients.adopt([record for record, _ in part])
             self._unscale(chosen)
             if self._all_finite(chosen):
-                for engine, part in chosen.items():
-                    self._update(engine, part)
+                for engine in engines:
+                    if engine in chosen:
+                        self._update(engine, chosen[engine])
+                    else:
+                        engine.early.skip("no parameter has a gradient")
         return loss
+
+    def _hypers_now(self, part: Iterable[tuple[Record, _Group]]) -> dict[int, Hypers]:
+        factor = self._inverse_scale()
+        return {record.number: _hyper(group, self._next_step(record)) | {"grad_scale": factor} for record, group in part}
+
+    def _next_step(self, record: Record) -> int:
+        values = self.state.get(record.parameter)
+        return int(values["step"]) + 1 if values else 1
+
+    # Updates that start during the backward (engine/early.py)
+
+    def hypers_of(self, records: Iterable[Record]) -> dict[int, Hypers]:
+        """What the next step would update those of the records with that this holds; without those that it would refuse."""
+        wanted = {record.number: record for record in records}
+        known: dict[int, Hypers] = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                home = record_of(p)
+                if home is None or wanted.get(home[1].number) is not home[1]:
+                    continue
+                try:
+                    _refuse_unsupported(group)
+                    if self.state.get(p):
+                        _check_values(home[1], self.state[p])
+                except ConfigError:
+                    continue
+                known[home[1].number] = _hyper(group, self._next_step(home[1]))
+        return known
+
+    def begin(self, records: Iterable[Record]) -> None:
+        """Brings their moments to where they rest, as the next step would."""
+        with torch.no_grad():
+            for record in records:
+                home = record_of(record.parameter)
+                assert home is not None
+                self._begin(home[0], record)
 
     def _with_gradients(self) -> dict[Engine, list[tuple[Record, _Group]]]:
         chosen: dict[Engine, list[tuple[Record, _Group]]] = {}
@@ -90,17 +149,17 @@ class Adam(torch.optim.Optimizer):
                 if self.state.get(p):
                     _check_values(record, self.state[p])
                 chosen.setdefault(engine, []).append((record, group))
-        for engine, part in chosen.items():
-            engine.gradients.adopt([record for record, _ in part])
         return chosen
 
     def _unscale(self, chosen: dict[Engine, list[tuple[Record, _Group]]]) -> None:
         """Gradients read without the loss scale from here on, as after torch's own step."""
+        factor = self._inverse_scale()
+        for engine, part in chosen.items():
+            engine.gradients.scale((record for record, _ in part), factor)
+
+    def _inverse_scale(self) -> float:
         scale = getattr(self, "grad_scale", None)
-        if scale is not None:
-            factor = float(torch.as_tensor(scale).double().reciprocal().float())  # GradScaler.unscale_ rounds so
-            for engine, part in chosen.items():
-                engine.gradients.scale((record for record, _ in part), factor)
+        return 1.0 if scale is None else float(torch.as_tensor(scale).double().reciprocal().float())  # GradScaler.unscale_ rounds so
 
     def _all_finite(self, chosen: dict[Engine, list[tuple[Record, _Group]]]) -> bool:
         """Whether all gradients are, whichever model they are of; else the step is counted as skipped."""
@@ -109,6 +168,8 @@ class Adam(torch.optim.Optimizer):
         bad = None if told else next((record for record in found if record is not None), None)
         if bad is None and not told:
             return True
+        for engine in chosen:
+            engine.early.skip("a gradient is not finite" if bad is None else f"the gradient of {bad.name} is not finite")
         self.skipped += 1
         for engine in chosen:
             engine.skipped += 1
@@ -117,7 +178,7 @@ class Adam(torch.optim.Optimizer):
         return False
 
     def _update(self, engine: Engine, part: list[tuple[Record, _Group]]) -> None:
-        steps = [self._begin(engine, record) for record, _ in part]
+        steps = [self._next_step(r) if engine.early.started(r.unit) else self._begin(engine, r) for r, _ in part]
         engine.update({record.number: _hyper(group, step) for (record, group), step in zip(part, steps, strict=True)})
         for (record, _), step in zip(part, steps, strict=True):
             self._note(engine, record, step)
@@ -159,6 +220,8 @@ class Adam(torch.optim.Optimizer):
         that does not fit; parameters that it lacks start afresh.
         """
         loads: list[tuple[Engine, Record, _Values, bool]] = []
+        for engine in self._engines():
+            engine.early.refuse("load_state_dict()")
 
         def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             loads.extend(self._checked(given))
@@ -266,7 +329,7 @@ def _check_values(record: Record, values: _Values) -> None:
             )
 
 
-def _hyper(group: _Group, step: int) -> dict[str, float | int | bool]:
+def _hyper(group: _Group, step: int) -> Hypers:
     beta1, beta2 = group["betas"]
     return {
         "lr": float(group["lr"]), "beta1": float(beta1), "beta2": float(beta2), "eps": float(group["eps"]),

@@ -15,8 +15,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
 
     The norm was taken as gradients came to rest, and the factor is applied by the update and by whatever reads `.grad`, so nothing moves.
     Returns the norm before clipping, an fp32 scalar on the CPU. A norm that is not finite clips nothing: the step is skipped whole.
+    OffloadError where updates have started during the backward.
     """
     engine = engine_of(model)
+    engine.early.refuse("clipping the gradients")
     total = engine.norm()
     norm = torch.tensor(total, dtype=torch.float32)
     if math.isfinite(total):

@@ -2,7 +2,9 @@
 
 [Note: order of a step]
 Updates come in the order in which a forward uses parameters: `update_order`. From the start of a backward on, what the first of them need of NVMe,
-gradients aside, is read, as many as there are buffers: `read_early`. step() waits for every gradient, as the norm needs them all. A unit's forward
+gradients aside, is read, as many as there are buffers: `read_early`. step() waits for every gradient, as the norm needs them all. With `early` units
+those whose gradients come first are updated before all others, each as soon as its gradients are at rest and its backward is over; what others
+need is then read as buffers come free, without waiting for step(). A unit's forward
 waits for its own updates; its gradients wait for the updates that read the last ones; a read waits for the write-back of the chunk that had the
 buffer before.
 """
@@ -20,6 +22,7 @@ from offload.planner.timeline import Timeline
 
 Place = tuple[int, int]  # a unit, and a chunk of its trained flat
 STEPS = 4  # simulated, the last of which is steady
+TRIED = 4  # parts of the units that choose_early() tries in turn
 KINDS = ("fetch", "forward", "backward", "release", "gradient", "boundary", "step", "read", "update", "write")
 
 
@@ -97,6 +100,12 @@ def update_order(chunks: Sequence[int], forward: Sequence[int]) -> tuple[Place, 
     return tuple((unit, chunk) for unit in forward for chunk in range(chunks[unit]))
 
 
+def unit_order(forward: Sequence[int], early: int) -> list[int]:
+    """Units in the order of their updates: `early` of them as their gradients come in a backward, the rest as the next forward uses them."""
+    first = list(reversed(forward))[:early]
+    return [*first, *(unit for unit in forward if unit not in first)]
+
+
 def read_early(updates: Sequence[Place], plan: Plan) -> tuple[Place, ...]:
     """Those of the updates whose states are read before step(): as many of those that need a buffer as there are."""
     return tuple(p for p in updates if _needs_buffer(plan, p))[: plan.staging.updates]
@@ -110,13 +119,16 @@ def _needs_buffer(plan: Plan, place: Place) -> bool:
 class _Builder:
     """Adds the tasks of several steps to a timeline."""
 
-    def __init__(self, plan: Plan, forward: Sequence[int], speeds: Speeds, work: Sequence[Work], direct: bool) -> None:
+    def __init__(self, plan: Plan, forward: Sequence[int], speeds: Speeds, work: Sequence[Work], direct: bool, early: int) -> None:
         self.plan, self.forward, self.speeds, self.work, self.direct = plan, list(forward), speeds, work, direct
         self.timeline = Timeline()
         self.tasks: list[_Task] = []
         self.steps: list[int] = []  # the tasks that end them
-        self.updates = update_order([len(chunks_of(u)) for u in plan.layouts], forward)
+        order = unit_order(forward, early)
+        self.updates = update_order([len(chunks_of(u)) for u in plan.layouts], order)
         self.early = set(read_early(self.updates, plan))
+        self.first = set(order[:early])  # units
+        self._held: dict[Place, tuple[int, int]] = {}  # the read of a chunk that has a buffer, and its place in _writes
         self._updated: dict[Place, tuple[int, int]] = {}  # the last update of a chunk, and the last write of its state
         self._writes: list[int] = []  # of chunks that took a buffer, in the order in which they did
         self._compute: list[int] = []
@@ -135,14 +147,22 @@ class _Builder:
         self._visits = []
         for unit in self.forward:
             self._visit("forward", unit)
-        early = {p: self._read(p, self._compute) for p in self.updates if p in self.early}
+        start = self._compute
+        for place in self.updates:
+            if place in self.early:
+                self._read(place, start, True)
         for unit in reversed(self.forward):
             self._visit("backward", unit)
-            self._gradients(unit)
+            landed = self._gradients(unit)
+            if unit in self.first:
+                for c in range(len(landed)):
+                    self._update((unit, c), [*self._compute, *landed], start, True)
         end = self.task("step", -1, -1, "compute", 0.0, [*self._compute, *self._landed])
         self.steps.append(end)
         self._compute, self._landed = [end], []
-        self._update(end, early)
+        for place in self.updates:
+            if place[0] not in self.first:
+                self._update(place, [end], start if self.first else [end], False)
 
     def _visit(self, phase: str, unit: int) -> None:
         after = list(self._compute)
@@ -184,9 +204,9 @@ class _Builder:
             speed = min(speed, self.speeds.h2d)
         return self.task("fetch", unit, -1, lane, nbytes / speed, after, plan.staging.part_bytes if nvme and not self.direct else 0)
 
-    def _gradients(self, unit: int) -> None:
+    def _gradients(self, unit: int) -> list[int]:
         """A unit's gradients leave the device, and go where they rest once the last update has read what was there."""
-        plan, sent = self.plan, self._compute
+        plan, sent, first = self.plan, self._compute, len(self._landed)
         for c, chunk in enumerate(chunks_of(plan.layouts[unit])):
             nbytes = gradient_chunk_bytes(chunk, plan.grad)
             after = [*sent, *([self._updated[unit, c][0]] if (unit, c) in self._updated else [])]
@@ -194,15 +214,17 @@ class _Builder:
             if plan.gradient[unit][c] == "nvme":
                 landed = self.task("gradient", unit, c, "nvme_write", nbytes / self.speeds.nvme_write, [landed], plan.staging.part_bytes)
             self._landed.append(landed)
+        return self._landed[first:]
 
-    def _read(self, place: Place, after: list[int], early: bool = True) -> int:
+    def _read(self, place: Place, after: list[int], early: bool) -> None:
         """Reads a chunk's state into a buffer: the one whose chunk was written back longest ago."""
         at = len(self._writes)
         waits = [*after, *([self._writes[at - self.plan.staging.updates]] if at >= self.plan.staging.updates else [])]
         waits += [self._updated[place][1]] if place in self._updated else []
         self._writes.append(-1)  # known once its update is
         nbytes = self._read_bytes(place)
-        return self.task("read", *place, "nvme_read", nbytes / self.speeds.nvme_read, waits, self.plan.staging.frame_bytes, early)
+        read = self.task("read", *place, "nvme_read", nbytes / self.speeds.nvme_read, waits, self.plan.staging.frame_bytes, early)
+        self._held[place] = read, at
 
     def _chunk(self, place: Place) -> Chunk:
         return chunks_of(self.plan.layouts[place[0]])[place[1]]
@@ -218,33 +240,30 @@ class _Builder:
         state = plan.form.record_bytes(n) if plan.state[place[0]][place[1]] == "nvme" else 0
         return state + (n * DTYPE_BYTES[plan.compute] if plan.parameter[place[0]] == "nvme" else 0)
 
-    def _update(self, step: int, held: dict[Place, int]) -> None:
-        plan, first = self.plan, len(self._writes) - len(held)
-        for place in self.updates:
-            unit, c = place
-            after, buffered = [step], _needs_buffer(plan, place)
-            slot = first
-            if buffered:
-                if place not in held:
-                    slot = len(self._writes)
-                    after.append(self._read(place, [step], early=False))
-                else:
-                    first += 1
-                    after.append(held[place])
-                if plan.gradient[unit][c] == "nvme":
-                    nbytes = gradient_chunk_bytes(self._chunk(place), plan.grad)
-                    after.append(self.task("read", unit, c, "nvme_read", nbytes / self.speeds.nvme_read, list(after)))
-            lane = "compute" if self.direct else "update"
-            updated = written = self.task("update", unit, c, lane, self._chunk(place).numel / self.speeds.update, after)
-            if buffered:
-                written = self.task("write", unit, c, "nvme_write", self._write_bytes(place) / self.speeds.nvme_write, [updated])
-                self._writes[slot] = written
-            self._updated[place] = updated, written
+    def _update(self, place: Place, after: list[int], readable: list[int], early: bool) -> None:
+        """A chunk's update once `after` has ended; its state may be read once `readable` has, if it has no buffer yet."""
+        plan, (unit, c), after = self.plan, place, list(after)
+        slot = -1
+        if _needs_buffer(plan, place):
+            if place not in self._held:
+                self._read(place, readable, early)
+            read, slot = self._held.pop(place)
+            after.append(read)
+            if plan.gradient[unit][c] == "nvme":
+                nbytes = gradient_chunk_bytes(self._chunk(place), plan.grad)
+                after.append(self.task("read", unit, c, "nvme_read", nbytes / self.speeds.nvme_read, list(after), early=early))
+        lane = "compute" if self.direct else "update"
+        updated = written = self.task("update", unit, c, lane, self._chunk(place).numel / self.speeds.update, after, early=early)
+        if slot >= 0:
+            seconds = self._write_bytes(place) / self.speeds.nvme_write
+            written = self._writes[slot] = self.task("write", unit, c, "nvme_write", seconds, [updated], early=early)
+        self._updated[place] = updated, written
 
 
-def schedule(plan: Plan, forward: Sequence[int], speeds: Speeds, work: Sequence[Work], direct: bool = False) -> Schedule:
-    """The steady step of a plan: `forward` has every unit in the order of use, `work` each unit's compute by number; `direct` as in Capacities."""
-    build = _Builder(plan, forward, speeds, work, direct)
+def schedule(plan: Plan, forward: Sequence[int], speeds: Speeds, work: Sequence[Work], direct: bool = False, early: int = 0) -> Schedule:
+    """The steady step of a plan: `forward` has every unit in the order of use, `work` each unit's compute by number; `direct` as in Capacities;
+    `early` units are updated during the backward."""
+    build = _Builder(plan, forward, speeds, work, direct, early)
     for _ in range(STEPS):
         build.step()
     time = build.timeline
@@ -255,5 +274,12 @@ def schedule(plan: Plan, forward: Sequence[int], speeds: Speeds, work: Sequence[
               time.end[t.number] - origin, t.staging)
         for t in build.tasks if t.step == STEPS - 1
     ]  # fmt: skip
-    early = tuple(p for p in build.updates if p in build.early)
-    return Schedule(tuple(sorted(events, key=lambda e: e.start)), build.updates, early, time.end[build.steps[-1]] - origin)
+    ahead = tuple(p for p in build.updates if p in build.early)
+    return Schedule(tuple(sorted(events, key=lambda e: e.start)), build.updates, ahead, time.end[build.steps[-1]] - origin)
+
+
+def choose_early(plan: Plan, forward: Sequence[int], speeds: Speeds, work: Sequence[Work], direct: bool = False) -> int:
+    """How many units, those whose gradients come first, are best updated during the backward: the fewest of those tried that take least time."""
+    tried = sorted({len(forward) * i // TRIED for i in range(TRIED + 1)})
+    seconds = {n: schedule(plan, forward, speeds, work, direct, n).seconds for n in tried}
+    return next(n for n in tried if seconds[n] <= 1.001 * min(seconds.values()))

@@ -27,7 +27,7 @@ from offload.observe.compute import calls_of, compute_seconds, timed
 from offload.planner import cost
 from offload.planner.cost import Compute, Rates, Traffic
 from offload.planner.placement import Plan
-from offload.planner.schedule import Work, schedule
+from offload.planner.schedule import Speeds, Work, choose_early, schedule
 from offload.train import loss, model
 
 MIB = 1 << 20
@@ -51,12 +51,20 @@ class Estimate:
         seconds, link = cost.bound(compute, traffic, self.rates)
         return {"bound_step_seconds": seconds, "limiting_link": link}
 
-    def predicted(self, plan: Plan, *, direct: bool, accumulate: int) -> float:
-        """Seconds of a step by the schedule that the runtime keeps."""
+    def predicted(self, plan: Plan, *, direct: bool, accumulate: int, early: int = 0) -> float:
+        """Seconds of a step by the schedule that the runtime keeps, `early` units updated during the backward."""
+        speeds, work = self._speeds_and_work(plan, direct, accumulate)
+        return schedule(plan, self.order, speeds, work, direct, early).seconds
+
+    def early(self, plan: Plan, *, direct: bool, accumulate: int) -> int:
+        """How many units are best updated during the backward."""
+        speeds, work = self._speeds_and_work(plan, direct, accumulate)
+        return choose_early(plan, self.order, speeds, work, direct)
+
+    def _speeds_and_work(self, plan: Plan, direct: bool, accumulate: int) -> tuple[Speeds, list[Work]]:
         compute = [unit.of_step(plan.recomputes, accumulate) for unit in self.units]
-        work = [Work(unit.forward, unit.backward) for unit in compute]
         traffic = cost.traffic_of(plan, direct=direct, accumulate=accumulate)
-        return schedule(plan, self.order, cost.speeds(traffic, self.rates), work, direct).seconds
+        return cost.speeds(traffic, self.rates), [Work(unit.forward, unit.backward) for unit in compute]
 
 
 def model_compute(model_config: Any, config: RunConfig, in_chunks: bool, device: torch.device) -> tuple[tuple[Compute, ...], tuple[int, ...]]:

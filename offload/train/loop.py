@@ -100,7 +100,8 @@ class Trainer:
             precision=config.precision_value(),
             activations=config.train.activations,
             batch=planned.batch,
-            updates=config.train.updates,
+            accumulate=config.data.accumulate,
+            updates=config.updates_value(),
             plan=planned,
             seed=config.train.seed,
         )
@@ -130,11 +131,15 @@ class Trainer:
             return None
 
     def _prediction(self) -> float | None:
-        """Seconds that a step will take by the plan's schedule."""
+        """Seconds that a step will take by the plan's schedule, which also says how many units are updated early."""
         if self._estimate is None:
             return None
-        seconds = self._estimate.predicted(self._runtime.plan, direct=self._device == "cpu", accumulate=self._config.data.accumulate)
-        self._reporter.note(f"a step is expected to take {seconds:.2f} s")
+        plan, direct, accumulate = self._runtime.plan, self._device == "cpu", self._config.data.accumulate
+        early = self._estimate.early(plan, direct=direct, accumulate=accumulate) if self._config.updates_value() == "backward" else 0
+        self._runtime.start_early(early)
+        seconds = self._estimate.predicted(plan, direct=direct, accumulate=accumulate, early=early)
+        under = f", with the updates of {early} of {len(plan.layouts)} units under the backward" if early else ""
+        self._reporter.note(f"a step is expected to take {seconds:.2f} s{under}")
         return seconds
 
     def run(self, stopped: Callable[[], bool]) -> dict[str, Any]:
