@@ -136,7 +136,8 @@ def prepare(
         _check_machine(own, made, target)
         _core.keep_freed(True)
         target.in_flight_bytes_most = made.working.in_flight
-        target.resident_bytes_high = base_bytes(unknown=own) + made.peak_bytes["host"] + made.relief_bytes
+        target.resident_bytes_most = base_bytes(unknown=own) + made.peak_bytes["host"] + tiers.device
+        target.surge_bytes = made.surge_bytes
         Engine(model, found, made, tiers, target, seed, accumulate if updates == "backward" else 0)
     except BaseException:
         target.close()

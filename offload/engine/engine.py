@@ -146,7 +146,7 @@ class Engine:
             made = self.plan.closed(Batch(first.shape[0], max(1, rows // max(1, first.shape[0]))))
             if made.boundaries.nbytes:
                 self._reserve_boundaries(made.boundaries)
-            self.device.resident_bytes_high += made.relief_bytes - self.plan.relief_bytes
+            self.device.surge_bytes = made.surge_bytes
             self.plan, self.streamer.recompute = made, made.recomputes
 
     def _reserve_boundaries(self, boundaries: Boundaries) -> None:
@@ -164,7 +164,7 @@ class Engine:
             if opening and self.space is not None:
                 self.space.open()
             undo.pop_all()
-        self.device.resident_bytes_high += needs["host"]
+        self.device.resident_bytes_most += needs["host"]
 
     def _drop_space(self) -> None:
         """A swap space that could not be opened is none."""

@@ -95,14 +95,13 @@ class Plan:
         return self.activations != "keep"
 
     @property
-    def relief_bytes(self) -> int:
-        """The mark on the device above which what was freed is given back: one unit may add what it needs before the next look."""
-        budget, held = self.budgets["device"], self.resting["device"] + sum(self.slots)
-        half = held + (budget - held) // 2
+    def surge_bytes(self) -> int:
+        """What may come to live on the device while one unit is computed; half of its room at the most."""
+        half = (self.budgets["device"] - self.resting["device"] - sum(self.slots)) // 2
         if self.batch is None:
             return half
         largest = demand.largest_kept([u.spec for u in self.layouts], self.batch, self.compute)
-        return max(half, budget - largest - self.working.logits - self.working.gradients - self.working.slack)
+        return min(half, largest + self.working.logits + self.working.gradients + self.working.slack)
 
     @property
     def activation_bytes(self) -> dict[str, int]:

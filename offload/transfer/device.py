@@ -8,9 +8,9 @@ from NVMe; a landing is a function that takes a gradient in memory the host can 
 
 [Note: freed memory]
 To map pages anew for every activation takes a fifth of a step, so the C library is asked to keep what is freed for the next block. There it
-counts as resident: activations that are gone would still fill a device budget that is RAM. Between units resident memory, less a part of what is free
-for the next unit to use, is held against a mark below the budget; above it free memory is returned to the kernel. Memory is scarce then, so large
-blocks go back as they are freed from then on.
+counts as resident: activations that are gone would still fill a device budget that is RAM. Between units, free memory is returned to the kernel
+unless the budget has room for what the next unit may add, beside what of it fits in free memory. If it has not, memory is scarce: large blocks go
+back as they are freed from then on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from offload.memory.stalls import ACTIVATION, FETCH, GRADIENT, Stalls
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import Done, Pace, SwapQueue, Transfer
 
-REUSED_SHARE = 2  # one part in so many of what is free in the heap surely serves what is allocated next
+REUSED_SHARE = 2  # one part in so many of what is allocated next fits in what is free in the heap, if that is enough
 
 Landing = Callable[[torch.Tensor], None]
 Put = Callable[[torch.Tensor, torch.Tensor], None]  # fills its first argument from its second; the bytes are there when it returns
@@ -64,7 +64,7 @@ class Device(ABC):
     def __init__(self) -> None:
         self.moved = {"h2d": 0, "d2h": 0}
         self.stalls = Stalls()
-        self.resident_bytes_high = 1 << 62
+        self.resident_bytes_most, self.surge_bytes = 1 << 62, 0
         self.in_flight_bytes_most = 1 << 62
 
     @abstractmethod
@@ -101,8 +101,8 @@ class Device(ABC):
 
     def relieve(self) -> None:
         """Called between units: gives memory that compute has freed back, where it is scarce. See [Note: freed memory]."""
-        resident = resident_bytes()
-        if resident > self.resident_bytes_high and resident - _core.freed_bytes() // REUSED_SHARE > self.resident_bytes_high:
+        room = self.resident_bytes_most - resident_bytes()
+        if room < self.surge_bytes and room < self.surge_bytes - min(_core.freed_bytes(), self.surge_bytes) // REUSED_SHARE:
             _core.keep_freed(False)
             _core.trim()
 
