@@ -16,7 +16,7 @@ from late import late
 from offload.engine import activations
 from offload.transfer.device import SimDevice
 
-UPDATES = ["forward"]  # during which pass updates may run
+UPDATES = ["forward", "backward"]  # during which pass updates may run
 ACTIVATIONS = ["keep", "recompute", "host", "nvme"]
 STEPS = 3
 IDS = torch.arange(16).view(2, 8) * 101 % 211

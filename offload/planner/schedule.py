@@ -23,6 +23,7 @@ from offload.planner.timeline import Timeline
 Place = tuple[int, int]  # a unit, and a chunk of its trained flat
 STEPS = 4  # simulated, the last of which is steady
 TRIED = 4  # parts of the units that choose_early() tries in turn
+LEAST_GAIN = 0.02  # of a step, for which it is worth to start updates that can no longer be skipped
 KINDS = ("fetch", "forward", "backward", "release", "gradient", "boundary", "step", "read", "update", "write")
 
 
@@ -282,4 +283,4 @@ def choose_early(plan: Plan, forward: Sequence[int], speeds: Speeds, work: Seque
     """How many units, those whose gradients come first, are best updated during the backward: the fewest of those tried that take least time."""
     tried = sorted({len(forward) * i // TRIED for i in range(TRIED + 1)})
     seconds = {n: schedule(plan, forward, speeds, work, direct, n).seconds for n in tried}
-    return next(n for n in tried if seconds[n] <= 1.001 * min(seconds.values()))
+    return next(n for n in tried if seconds[n] <= (1 + LEAST_GAIN) * min(seconds.values()))
