@@ -7,6 +7,7 @@ import json
 import shutil
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ import torch
 import models as M
 import offload
 from offload.engine.registry import engine_of
+from offload.errors import OffloadError
 from offload.memory.recorder import Recorder
 from offload.observe.trace import Trace
+from offload.train.loop import Trainer
 from offload.transfer.device import SimDevice
 
 X = torch.linspace(-1, 1, 64).view(4, 16)
@@ -173,3 +176,15 @@ def test_an_earlier_file_stays_until_the_new_one_is_whole(tmp_path: Path, monkey
             with pytest.raises(offload.OffloadError, match="No space left"):
                 trace.close()
     assert (tmp_path / "t.json").read_text() == "before" and sorted(p.name for p in tmp_path.glob("*t.json")) == ["t.json"]
+
+
+def test_a_run_goes_on_without_a_trace_that_cannot_be_written(tmp_path: Path) -> None:
+    def close() -> None:
+        raise OffloadError("cannot write the trace: disk full")
+
+    trainer, notes = Trainer.__new__(Trainer), []
+    trainer._runtime = SimpleNamespace(trace=lambda path, steps: SimpleNamespace(close=close))
+    trainer._directory, trainer._reporter = SimpleNamespace(path=tmp_path), SimpleNamespace(note=notes.append)  # type: ignore[assignment]
+    with trainer._traced():
+        pass
+    assert notes == ["cannot write the trace: disk full"]

@@ -212,8 +212,8 @@ class Slots:
         if late and self.counters.steps > 2 and not self._said_late:
             self._said_late = True
             log.warning(
-                "%d fetches of units in a step began only when they were needed, so that compute waits for them whole (prefetch_misses in stats()): "
-                "a larger device budget has room for more slots", late,
+                "fetches of units in a step that began only when they were needed, so that compute waits for them whole: %d (prefetch_misses in "
+                "stats()); a larger device budget has room for more slots", late,
             )  # fmt: skip
 
     def settle(self) -> None:

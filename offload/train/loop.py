@@ -15,7 +15,7 @@ from torch import nn
 
 import offload
 from offload.config import RunConfig
-from offload.errors import ConfigError
+from offload.errors import ConfigError, OffloadError
 from offload.observe import base
 from offload.observe.metrics import MetricsWriter
 from offload.planner.cost import Traffic
@@ -149,7 +149,7 @@ class Trainer:
             self._reporter.note(note)
         first = self._evaluate("before")
         self._runtime.reset_counters()
-        with self._runtime.trace(self._directory.path / "trace.json.gz", steps=TRACED_STEPS):
+        with self._traced():
             for step in range(self._config.train.steps):
                 if stopped():
                     break
@@ -162,6 +162,18 @@ class Trainer:
         self._metrics.close()
         self._directory.write_json("summary.json", summary)
         return summary
+
+    @contextmanager
+    def _traced(self) -> Iterator[None]:
+        """Records a trace; a run goes on without one that cannot be written."""
+        trace = self._runtime.trace(self._directory.path / "trace.json.gz", steps=TRACED_STEPS)
+        try:
+            yield
+        finally:
+            try:
+                trace.close()
+            except OffloadError as error:
+                self._reporter.note(str(error))
 
     def _loss(self, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Mean loss of `ids` [B, L] times `scale`."""
