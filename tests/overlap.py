@@ -66,6 +66,7 @@ def train(
     seen = []
     settle = offload.runtime(model).synchronize if wait else lambda: None
     for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
         how, bad = spoiled.get(step, Spoiled("", 1.0))
         handle = parameters[2].register_hook(lambda grad, bad=bad: grad.index_fill(0, torch.tensor([1]), bad)) if how == "hook" else None
         for micro in range(accumulate):
@@ -81,7 +82,6 @@ def train(
                 parameters[-1].grad.view(-1)[0] = bad
         if clip is not None:
             seen.append(float(offload.clip_grad_norm_(model, clip)).hex())
-        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
         optimizer.step()
         settle()
         optimizer.zero_grad()
