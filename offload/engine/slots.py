@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -177,13 +177,13 @@ class Slots:
         """The byte in a slot at which each flat of a unit starts, and last where they end."""
         return slot_starts(self.units[unit].layout, DTYPE_NAMES[self.compute])
 
-    def prefetch(self, number: int) -> bool:
-        """Starts fetching a unit if a slot can be had without taking one in use; whether it is on its way or there."""
+    def prefetch(self, number: int, nearer: Collection[int] = ()) -> bool:
+        """Starts fetching a unit if a slot can be had that is not in use nor holds one of the `nearer` units; whether it is on its way or there."""
         if number in self._fixed or number in self.where:
             return True
         if self.device.direct and not self._background.ready(number):
             return False  # its fetch would have to wait, and here nobody waits for it but the caller
-        slot = self._choose(self.units[number], firm=False)
+        slot = self._choose(self.units[number], firm=False, nearer=nearer)
         if slot is None:
             return False
         self._fill(slot, number)
@@ -224,14 +224,14 @@ class Slots:
         self.closed, self.frames = True, None
         self.slots, self.where, self._fixed, self._by_storage, self._fixed_at = [], {}, {}, {}, {}
 
-    def _choose(self, unit: Unit, firm: bool) -> Slot | None:
+    def _choose(self, unit: Unit, firm: bool, nearer: Collection[int] = ()) -> Slot | None:
         """The slot for a unit: of those that fit the smallest, as units inside it may need the larger; empty or longest unused among equals."""
         size = self.slot_bytes(unit)
         fits = [s for s in self.slots if s.memory.numel() >= size]
         free = [s for s in fits if s.unit is None or not (self.uses[s.unit].firm or self.uses[s.unit].soft)]
         if not firm:  # ahead of need: nothing that is still arriving or was used last gives way, nor a much larger slot
             newest = max((s.used for s in self.slots), default=0)
-            free = [s for s in free if s.unit is None or (s.used < newest and s.arriving is None)]
+            free = [s for s in free if s.unit is None or (s.used < newest and s.arriving is None and s.unit not in nearer)]
             free = [s for s in free if s.memory.numel() <= 2 * size]
         if free or not firm:
             return min(free, key=lambda s: (s.memory.numel(), s.unit is not None, s.used), default=None)

@@ -35,7 +35,7 @@ from offload.engine.record import Record, Unit
 from offload.engine.slots import Slots
 from offload.errors import ConfigError, OffloadError
 
-AHEAD = 4  # how far the recorded order is searched for a unit to fetch
+AHEAD = 4  # how far the recorded order is searched for units to fetch
 
 
 @dataclass(eq=False)
@@ -406,15 +406,16 @@ class Streamer:
         if recorder is not None:
             recorder.on_visit()
         self.order.note(visit)
+        nearer = set(self.owners[visit[1]])
         for phase, number in self.order.ahead(AHEAD):
             if visit[0] == "backward" and phase == "forward":
                 return  # an update comes between
-            owners = [o for o in self.owners[number] if not self.slots.at_hand(o)]
-            if owners:
-                for owner in owners:
+            for owner in self.owners[number]:
+                if not self.slots.at_hand(owner):
                     self._ready(owner)
-                    self.slots.prefetch(owner)
-                return
+                    if not self.slots.prefetch(owner, nearer):
+                        return
+                nearer.add(owner)
 
 
 def _entries(units: list[Unit], records: list[Record]) -> list[list[Entry]]:
