@@ -34,8 +34,7 @@ from offload.engine.order import AccessOrder
 from offload.engine.record import Record, Unit
 from offload.engine.slots import Slots
 from offload.errors import ConfigError, OffloadError
-
-AHEAD = 4  # how far the recorded order is searched for units to fetch
+from offload.planner.schedule import AHEAD
 
 
 @dataclass(eq=False)

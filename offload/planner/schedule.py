@@ -23,6 +23,7 @@ from offload.planner.timeline import Timeline
 Place = tuple[int, int]  # a unit, and a chunk of its trained flat
 STEPS = 4  # simulated, the last of which is steady
 TRIED = 4  # parts of the units that choose_early() tries in turn
+AHEAD = 4  # visits among which units to fetch are sought
 LEAST_GAIN = 0.02  # of a step, for which it is worth to start updates that can no longer be skipped
 KINDS = ("fetch", "forward", "backward", "release", "gradient", "boundary", "step", "read", "update", "write")
 
@@ -195,15 +196,20 @@ class _Builder:
         return self.plan.parameter[unit] not in (("device", "host") if self.direct else ("device",))
 
     def _fetch(self, unit: int) -> int:
-        """A fetch starts while the unit before is computed, from what the unit's own updates made of it."""
+        """A fetch starts as far ahead as there are slots, from what the unit's own updates made of it."""
         plan, nvme = self.plan, self.plan.parameter[unit] == "nvme"
         nbytes = sum(f.nbytes for f in plan.layouts[unit].flats)
         after = [self._updated[unit, c][1 if nvme else 0] for c in range(len(chunks_of(plan.layouts[unit]))) if (unit, c) in self._updated]
-        after += [self._visits[-2]] if len(self._visits) > 1 else self.steps[-1:]
+        depth = self._depth(nbytes)
+        after += [self._visits[-1 - depth]] if len(self._visits) > depth else self.steps[-1:]
         lane, speed = ("nvme_read", self.speeds.nvme_read) if nvme else ("h2d", self.speeds.h2d)
         if nvme and not self.direct:
             speed = min(speed, self.speeds.h2d)
         return self.task("fetch", unit, -1, lane, nbytes / speed, after, plan.staging.part_bytes if nvme and not self.direct else 0)
+
+    def _depth(self, nbytes: int) -> int:
+        """How many visits before its own a unit of so many bytes is fetched: one slot is in use, and none much larger is taken ahead of need."""
+        return min(AHEAD, max(1, sum(nbytes <= slot <= 2 * nbytes for slot in self.plan.slots) - 1))
 
     def _gradients(self, unit: int) -> list[int]:
         """A unit's gradients leave the device, and go where they rest once the last update has read what was there."""
