@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -31,6 +32,9 @@ from transformers import (
 import offload
 from helpers import BF16, FP32, Prepared, bag, ids, net, noise, plain, same, same_models
 from offload.checkpoint import export, names, writer
+from offload.checkpoint.weights import Loaded, header
+from offload.cli import export as cli_export
+from offload.cli import main
 
 INDEX = "model.safetensors.index.json"
 SIZES = {"vocab_size": 96, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
@@ -153,7 +157,7 @@ def test_awkward_shapes_buffers_and_pieces(prepared: Prepared, tmp_path: Path, m
         twin, again = prepared(model(3), place, precision=BF16), prepared(model(4), place, precision=BF16)
         offload.save_pretrained(twin, tmp_path / place)
         assert set(stored(tmp_path / place)) == set(model(3).state_dict())
-        assert offload.load_pretrained(again, tmp_path / place) == offload.checkpoint.weights.Loaded()
+        assert offload.load_pretrained(again, tmp_path / place) == Loaded()
         same_models(again, model(3))
 
 
@@ -161,8 +165,6 @@ def test_awkward_shapes_buffers_and_pieces(prepared: Prepared, tmp_path: Path, m
 
 
 def test_older_names_are_known(prepared: Prepared, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     config = BertConfig(vocab_size=96, hidden_size=24, num_hidden_layers=1, num_attention_heads=2, intermediate_size=40, max_position_embeddings=32)
     torch.manual_seed(0)
     want = BertForMaskedLM(config)
@@ -195,8 +197,6 @@ def test_an_expert_that_is_missing(prepared: Prepared, tmp_path: Path) -> None:
     want.save_pretrained(tmp_path / "in", max_shard_size="20KB")
     name = next(n for n in stored(tmp_path / "in") if "experts.2." in n)
     index = json.loads((tmp_path / "in" / INDEX).read_text())
-    from safetensors.torch import load_file, save_file
-
     path = tmp_path / "in" / index["weight_map"].pop(name)
     save_file({n: t for n, t in load_file(path).items() if n != name}, path, metadata={"format": "pt"})
     (tmp_path / "in" / INDEX).write_text(json.dumps(index))
@@ -353,6 +353,108 @@ def test_killed_while_files_are_put_in_place(prepared: Prepared, tmp_path: Path,
     except (OSError, ValueError):
         return
     same_models(found, old if torch.equal(found.lm_head.weight, old.lm_head.weight) else new)
+
+
+# From a checkpoint, without the model
+
+RUN = """
+[model]
+{model}
+[data]
+source = "random"
+seq_length = 32
+[tiers]
+device = "48MiB"
+host = "32MiB"
+[optimizer]
+lr = 1e-3
+[train]
+steps = 3
+"""
+LLAMA = """type = "llama"
+config = { vocab_size = 96, hidden_size = 24, intermediate_size = 40, num_hidden_layers = 2, num_attention_heads = 2 }"""
+
+
+def checkpoint(directory: Path, model: nn.Module, master: str = "fp32") -> Path:
+    """What of a checkpoint has to do with weights."""
+    directory.mkdir(parents=True)
+    also = {n: [m for m, q in model.named_parameters(remove_duplicate=False) if q is p and m != n] for n, p in model.named_parameters()}
+    parameters = {n: {"dtype": "bf16" if p.dtype == torch.bfloat16 else "fp32", "also": also[n]} for n, p in model.named_parameters()}
+    tensors = {f"master/{n}": plain(p).float() for n, p in model.named_parameters()} | {f"buffer/{n}": plain(b) for n, b in model.named_buffers()}
+    tensors |= {f"exp_avg/{n}": torch.ones(p.shape) for n, p in model.named_parameters()}
+    save_file(tensors, directory / "tensors.safetensors")
+    (directory / "state.json").write_text(json.dumps({"precision": {"master": master}, "parameters": parameters}))
+    return directory
+
+
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    done: list[Path] = []
+    monkeypatch.setattr(cli_export, "check", done.append)
+    return done
+
+
+@pytest.mark.parametrize("by", ["run", "checkpoint", "model"])
+def test_a_runs_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str], verified: list[Path], by: str) -> None:
+    config = LlamaConfig(vocab_size=96, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2)
+    old, new = hub(config, seed=1), hub(config, seed=2)
+    new.save_pretrained(tmp_path / "model")
+    (tmp_path / "model/tokenizer.json").write_text("{}")
+    run = tmp_path / "run"
+    checkpoint(run / "checkpoints/step-00000001", old)
+    newest = checkpoint(run / "checkpoints/step-00000002", new)
+    if by == "model":
+        newest = newest.rename(tmp_path / "alone")
+        argv = [newest, "--model", tmp_path / "model"]
+    else:
+        (run / "config.toml").write_text(RUN.replace("{model}", LLAMA))
+        argv = [run if by == "run" else newest]
+    capsys.readouterr()
+    assert main(["export", *map(str, argv), str(tmp_path / "out"), "--json", "--max-shard-size", "20KB"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert verified == [newest] and said["checkpoint"] == str(newest)
+    assert said["parameters"] == new.num_parameters() and sorted(said["files"]) == sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
+    assert (tmp_path / "out/tokenizer.json").exists() == (by == "model")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    same_models(again, new)
+    assert again.config.use_cache
+
+
+@pytest.mark.parametrize("kind", ["llama tied", "mixtral"])
+@pytest.mark.parametrize("master", ["fp32", "split"])
+def test_tied_experts_and_split_masters_of_a_checkpoint(tmp_path: Path, kind: str, master: str) -> None:
+    model = hub(CONFIGS[kind](), torch.bfloat16)
+    model.save_pretrained(tmp_path / "want")
+    saved = export.saved_tensors(checkpoint(tmp_path / "saved", model, master))
+    export.export(on_meta(tmp_path / "want", torch.float32), saved, tmp_path / "out")
+    assert weights(tmp_path / "out") == weights(tmp_path / "want")
+
+
+def test_a_split_masters_upper_half(tmp_path: Path) -> None:
+    tie = torch.tensor([1.00390625, 1.01171875, -1.00390625])  # halfway between two bf16 numbers
+    save_file({"x": tie}, tmp_path / "x.safetensors")
+    entry = header(tmp_path / "x.safetensors")["x"]
+    even, away = (torch.cat(list(export.OfFile(entry, torch.bfloat16, split).read(0, 3))) for split in (False, True))
+    assert even.tolist() == [1.0, 1.015625, -1.0] and away.tolist() == [1.0078125, 1.015625, -1.0078125]
+
+
+def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str], verified: list[Path]) -> None:
+    def refused(*argv: object) -> str:
+        assert main(["export", *map(str, argv), str(tmp_path / "out")]) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and "Traceback" not in said.err and not (tmp_path / "out").exists()
+        return said.err
+
+    assert "no directory" in refused(tmp_path / "none")
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    assert "no checkpoint yet" in refused(tmp_path / "run")
+    found = checkpoint(tmp_path / "run/checkpoints/step-00000001", hub(CONFIGS["gpt2"]()))
+    assert "--model" in refused(tmp_path / "run")
+    (tmp_path / "run/config.toml").write_text(RUN.replace("{model}", LLAMA))
+    assert "of this architecture" in refused(tmp_path / "run")
+    assert "no config.json" in refused(found, "--model", tmp_path)
+    (found / "state.json").write_text("[]")
+    assert "not a checkpoint" in refused(tmp_path / "run")
 
 
 # Memory

@@ -92,7 +92,7 @@ def test_a_tensor_comes_in_pieces(prepared: Prepared, tmp_path: Path, monkeypatc
 def test_a_file_cut_while_it_is_read(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was loaded stays, the rest has its rule's values, and loading again mends it."""
     directory = write(tmp_path / "w", net(seed=5, tied=False))
-    header = weights._header
+    header = weights.header
 
     def cut(path: Path) -> Any:
         found = header(path)
@@ -101,7 +101,7 @@ def test_a_file_cut_while_it_is_read(prepared: Prepared, tmp_path: Path, monkeyp
 
     twin, fresh = prepared(_meta(tied=False), keep=True), prepared(_meta(tied=False), keep=True)
     with monkeypatch.context() as patch, pytest.raises(offload.CheckpointError, match="in part"):
-        patch.setattr(weights, "_header", cut)
+        patch.setattr(weights, "header", cut)
         offload.load_pretrained(twin, directory)
     stored = dict(net(seed=5, tied=False).named_parameters())
     loaded = [n for n, p in twin.named_parameters() if torch.equal(plain(p), plain(stored[n]))]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,11 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from offload import ops
 from offload.checkpoint.names import Place, hub_model, stored_places
-from offload.checkpoint.weights import Stored, records_by_name
+from offload.checkpoint.weights import Stored, header, records_by_name
 from offload.checkpoint.writer import Output, write_directory
 from offload.config import parse_size
-from offload.engine.record import Record
+from offload.engine.record import DTYPES, Record
 from offload.engine.registry import engine_of
 from offload.engine.state import State
 from offload.errors import CheckpointError, ConfigError
@@ -77,21 +80,25 @@ class OfTensor:
 
 @dataclass(frozen=True)
 class OfFile:
-    """A tensor in a safetensors file."""
+    """A tensor in a safetensors file, in the dtype that a parameter has it in; `split`: as the upper half of a split master reads."""
 
     stored: Stored
+    dtype: torch.dtype
+    split: bool = False
 
     @property
     def shape(self) -> torch.Size:
         return self.stored.shape
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.stored.torch_dtype
-
     def read(self, first: int, stop: int) -> Iterator[torch.Tensor]:
         with self.stored.path.open("rb", buffering=0) as file:
-            yield from self.stored.cut(first, stop - first).parts(file)
+            for part in self.stored.cut(first, stop - first).parts(file):
+                if self.split:
+                    high, low = torch.empty(part.numel(), dtype=self.dtype), torch.empty(part.numel(), dtype=torch.int16)
+                    ops.split_(high, low, part)
+                    yield high
+                else:
+                    yield part.to(self.dtype)
 
 
 def save_pretrained(model: nn.Module, directory: str | Path, max_shard_size: int | str = "5GB") -> None:
@@ -116,10 +123,13 @@ def save_pretrained(model: nn.Module, directory: str | Path, max_shard_size: int
     _write(model, tensors, tied.values(), Path(directory), max_shard_size)
 
 
-def export(model: nn.Module, tensors: Mapping[str, Lazy], directory: str | Path, max_shard_size: int | str = "5GB") -> None:
+def export(
+    model: nn.Module, tensors: Mapping[str, Lazy], directory: str | Path, max_shard_size: int | str = "5GB", beside: Sequence[Path] = ()
+) -> list[str]:
     """`save_pretrained` of tensors that are elsewhere, by the model's names, tied ones under any of theirs; `model` may be on `meta`.
 
-    CheckpointError where one of the model's parameters is not among them, or has another shape.
+    Copies of the files `beside` are in the directory too. Returns the names of the files with weights. CheckpointError where one of the model's
+    tensors is not among those given, or has another shape.
     """
     tied: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -133,10 +143,32 @@ def export(model: nn.Module, tensors: Mapping[str, Lazy], directory: str | Path,
         if tensors[found].shape != value.shape:
             raise CheckpointError(f"{found} has shape {tuple(tensors[found].shape)}; the model's is {tuple(value.shape)}")
         given[name] = tensors[found]
-    _write(model, given, tied.values(), Path(directory), max_shard_size)
+    return _write(model, given, tied.values(), Path(directory), max_shard_size, beside)
 
 
-def _write(model: nn.Module, tensors: dict[str, Lazy], tied: Iterable[list[str]], directory: Path, max_shard_size: int | str) -> None:
+def saved_tensors(directory: Path) -> dict[str, Lazy]:
+    """The weights of a checkpoint that has been verified, by the names that the model had, tied ones included; CheckpointError."""
+    entries = header(directory / "tensors.safetensors")
+    try:
+        state = json.loads((directory / "state.json").read_text())
+        split, parameters = state["precision"]["master"] == "split", dict(state["parameters"])
+        found: dict[str, Lazy] = {}
+        for stored, entry in entries.items():
+            role, _, name = stored.partition("/")
+            if role == "buffer":
+                found[name] = OfFile(entry, entry.torch_dtype)
+            elif role in ("value", "master"):
+                dtype = DTYPES[parameters[name]["dtype"]]
+                rounds_away = split and role == "master" and dtype == torch.bfloat16
+                found |= dict.fromkeys([name, *parameters[name]["also"]], OfFile(entry, dtype, rounds_away))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{directory} is not a checkpoint that this version reads: {error!r}") from None
+    return found
+
+
+def _write(
+    model: nn.Module, tensors: dict[str, Lazy], tied: Iterable[list[str]], directory: Path, max_shard_size: int | str, beside: Sequence[Path] = ()
+) -> list[str]:
     most = parse_size(max_shard_size)
     if most < 1:
         raise ConfigError(f"max_shard_size={max_shard_size!r}: give a size above 0")
@@ -148,7 +180,13 @@ def _write(model: nn.Module, tensors: dict[str, Lazy], tied: Iterable[list[str]]
     places = stored_places(model, {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()})
     outputs = [Output(name, place.shape, place.dtype, partial(_parts, tensors, place)) for name, place in places.items()]
     parameters = sum(tensors[n].shape.numel() for n, _ in model.named_parameters() if n in tensors)
-    write_directory(directory, outputs, most, parameters, partial(_configuration, model, tensors))
+
+    def others(path: Path) -> None:
+        _configuration(model, tensors, path)
+        for file in beside:
+            shutil.copyfile(file, path / file.name)
+
+    return write_directory(directory, outputs, most, parameters, others)
 
 
 def _kept(model: nn.Module, names: list[str]) -> str:

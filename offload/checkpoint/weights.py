@@ -170,13 +170,13 @@ def weights_in(directory: Path) -> dict[str, Stored]:
     index, single = directory / INDEX, directory / SINGLE
     if index.is_file():
         where = _index(index)
-        files = {path: _header(path) for path in sorted(set(where.values()))}
+        files = {path: header(path) for path in sorted(set(where.values()))}
         for name, path in where.items():
             if name not in files[path]:
                 raise CheckpointError(f"{index} has {name} in {path.name}, which lacks it")
         return {n: entry for path, header in files.items() for n, entry in header.items() if where.get(n, path) == path}
     if single.is_file():
-        return _header(single)
+        return header(single)
     raise CheckpointError(f"{directory} has neither {SINGLE} nor {INDEX}; give a Hugging Face directory with safetensors weights")
 
 
@@ -194,7 +194,7 @@ def _index(index: Path) -> dict[str, Path]:
     return {k: index.parent / v for k, v in files.items()}
 
 
-def _header(path: Path) -> dict[str, Stored]:
+def header(path: Path) -> dict[str, Stored]:
     """What a file holds. safetensors itself checks that the header agrees with the file's length."""
     try:
         with safe_open(path, framework="pt", device="cpu"), path.open("rb") as file:
