@@ -107,7 +107,7 @@ def save_pretrained(model: nn.Module, directory: str | Path, max_shard_size: int
     Parameters have their own dtypes (one in fp32 is written from its master), tied ones are there once, names and form are those of transformers.
     Weights are one file, or shards of at most `max_shard_size` (bytes, or as "5GB") with an index; a transformers model has its configuration
     beside them. All of it is written aside, synchronised and read back before it is put in place; other files in the directory stay.
-    CheckpointError: it could not be written or reads back wrong, and what was there is as it was.
+    CheckpointError: it could not be written or reads back wrong, and what was there is as it was, unless the message says otherwise.
     """
     engine = engine_of(model)
     names = records_by_name(model, engine)

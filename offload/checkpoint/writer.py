@@ -1,8 +1,8 @@
 """Safetensors directories, written aside in pieces, read back, and only then put in their place.
 
 What is written is synchronised, dropped from the page cache and compared with its checksums before anything is renamed. A directory that does not
-exist yet, or is empty, appears whole. In one that does, other files stay; until the last of the new ones is there it has no index and no
-configuration, so nobody reads a mixture of two models.
+exist yet appears whole. In one that does, other files stay; until the last of the new ones is there it has no index and no configuration, so nobody
+reads a mixture of two models.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Output:
 def write_directory(directory: Path, outputs: Sequence[Output], most: int, parameters: int, others: Callable[[Path], None]) -> list[str]:
     """Writes `outputs` as one file, or shards of at most `most` bytes (a larger tensor has one of its own) with an index; returns the files' names.
 
-    `parameters`: their number, for the index. `others(path)` writes further files into a directory. CheckpointError: nothing is changed then.
+    `parameters`: their number, for the index. `others(path)` writes further files into a directory. CheckpointError: nothing is changed then,
+    but where it says so.
     """
     shards = _shards(outputs, most)
     names = [SINGLE] if len(shards) == 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
@@ -172,7 +173,7 @@ def _aside(directory: Path) -> Iterator[Path]:
     """A locked directory to write to, on the disk that `directory` is on; removed if it is still there at the end."""
     if directory.exists() and not directory.is_dir():
         raise CheckpointError(f"{directory} is no directory; give another")
-    home = directory if directory.is_dir() and any(directory.iterdir()) else directory.absolute().parent
+    home = directory if directory.is_dir() else directory.absolute().parent
     home.mkdir(parents=True, exist_ok=True)
     _reclaim(home)
     partial = home / f".offload-saving-{secrets.token_hex(8)}"
@@ -204,9 +205,16 @@ def _reclaim(home: Path) -> None:
 def _put(partial: Path, directory: Path) -> None:
     """Renames the new files into place; see the module for what is there meanwhile."""
     if partial.parent != directory:
-        os.rename(partial, directory)  # which does not exist, or is empty
+        os.rename(partial, directory)
         _sync(partial.parent)
         return
+    try:
+        _replace(partial, directory)
+    except OSError as error:
+        raise CheckpointError(f"{directory} has no whole model now, as its files could not be replaced: {error}; save again") from error
+
+
+def _replace(partial: Path, directory: Path) -> None:
     new = {path.name for path in partial.iterdir()}
     last = [name for name in (INDEX, "config.json") if name in new]
     stale = [p.name for p in directory.iterdir() if (p.name in (SINGLE, INDEX) or _SHARD.fullmatch(p.name)) and p.name not in new]
