@@ -438,6 +438,15 @@ def test_a_split_masters_upper_half(tmp_path: Path) -> None:
     assert even.tolist() == [1.0, 1.015625, -1.0] and away.tolist() == [1.0078125, 1.015625, -1.0078125]
 
 
+def test_a_checkpoint_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
+    model = hub(CONFIGS["llama"]())
+    saved = export.saved_tensors(checkpoint(tmp_path / "saved", model))
+    os.truncate(tmp_path / "saved/tensors.safetensors", 20_000)
+    with pytest.raises(offload.CheckpointError, match=r"tensors\.safetensors could not be read"):
+        export.export(model, saved, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["saved"]
+
+
 def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str], verified: list[Path]) -> None:
     def refused(*argv: object) -> str:
         assert main(["export", *map(str, argv), str(tmp_path / "out")]) == 2

@@ -26,6 +26,7 @@ from offload.engine.registry import engine_of
 from offload.errors import CheckpointError
 
 log = logging.getLogger("offload")
+_PARTIAL = "so the model is loaded in part only; load again"
 MOST_INDEX = 100_000_000  # bytes; safetensors allows a header as many
 PIECE = 1 << 22  # elements read at once
 _STORED_DTYPES = {
@@ -112,9 +113,9 @@ def load_pretrained(model: nn.Module, directory: str | Path, *, strict: bool = T
         log.warning("%s has %d tensors that the model has no place for: %s", directory, len(loaded.unexpected), _few(loaded.unexpected))
     for target in sorted((t for t in targets if t.filled), key=lambda t: (t.in_order[0].path, t.in_order[0].start)):
         if isinstance(target.held, Record):
-            engine.state.write_parts(target.held, _values(target.in_order))
+            engine.state.write_parts(target.held, values(target.in_order, _PARTIAL))
         else:
-            target.held.copy_(torch.cat(list(_values(target.in_order))).view(target.held.shape))
+            target.held.copy_(torch.cat(list(values(target.in_order, _PARTIAL))).view(target.held.shape))
     return loaded
 
 
@@ -155,13 +156,14 @@ def meta(held: Record | torch.Tensor) -> torch.Tensor:
     return torch.empty(held.shape, dtype=held.dtype, device="meta")
 
 
-def _values(parts: Iterable[Stored]) -> Iterator[torch.Tensor]:
+def values(parts: Iterable[Stored], so: str) -> Iterator[torch.Tensor]:
+    """What parts of files hold, in pieces. CheckpointError, with what follows from it, where one cannot be read."""
     for part in parts:
         try:
             with part.path.open("rb", buffering=0) as file:
                 yield from part.parts(file)
         except OSError as error:
-            raise CheckpointError(f"{part.path} could not be read to its end, so the model is loaded in part only: {error}; load again") from error
+            raise CheckpointError(f"{part.path} could not be read to its end, {so}: {error}") from error
 
 
 def weights_in(directory: Path) -> dict[str, Stored]:
