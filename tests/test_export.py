@@ -323,12 +323,36 @@ except offload.CheckpointError as error:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("way", ["exchanged", "no exchange", "subdirectory", "working directory", "link"])
+def test_every_way_of_replacing(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    out, real = tmp_path / "out", tmp_path / "real"
+    hub(CONFIGS["llama"](), seed=1).save_pretrained(real if way == "link" else out, max_shard_size="20KB")
+    if way == "link":
+        out.symlink_to(real)
+    elif way == "no exchange":
+        monkeypatch.setattr(writer.ctypes, "CDLL", lambda *a, **k: object())
+    elif way == "subdirectory":
+        (out / "runs").mkdir()
+        (out / "runs/x").write_text("x")
+    elif way == "working directory":
+        monkeypatch.chdir(out)
+    (out / "notes").write_text("mine")
+    out.chmod(0o750)
+    before = out.stat().st_ino
+    offload.save_pretrained(prepared(hub(CONFIGS["llama"](), seed=2)), "." if way == "working directory" else out)
+    assert (out.stat().st_ino != before) == (way in ("exchanged", "link")) and out.stat().st_mode & 0o777 == 0o750
+    assert out.is_symlink() == (way == "link") and (out / "notes").read_text() == "mine" and (out / "runs/x").exists() == (way == "subdirectory")
+    assert list(weights(out)) == ["model.safetensors"] and not list(tmp_path.rglob(".offload-saving-*"))
+    same_models(AutoModelForCausalLM.from_pretrained(out), hub(CONFIGS["llama"](), seed=2))
+
+
 @pytest.mark.parametrize("at", range(12))
 def test_killed_while_files_are_put_in_place(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """What is there is the old model, the new one or none that loads, never parts of both."""
     old, new = hub(CONFIGS["llama"](), seed=1), hub(CONFIGS["llama"](), seed=2)
     out = tmp_path / "out"
     old.save_pretrained(out, max_shard_size="20KB")
+    (out / "runs").mkdir()  # so that they are replaced one by one
     twin = prepared(new)
     left = [at]
 

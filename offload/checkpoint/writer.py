@@ -1,12 +1,15 @@
 """Safetensors directories, written aside in pieces, read back, and only then put in their place.
 
 What is written is synchronised, dropped from the page cache and compared with its checksums before anything is renamed. A directory that does not
-exist yet appears whole. In one that does, other files stay; until the last of the new ones is there it has no index and no configuration, so nobody
+exist yet appears whole. One that does gives way whole to one that has its other files too. Where that cannot be done (it has subdirectories, is the
+working directory or a mount) files are replaced one by one: until the last of the new ones is there it has no index and no configuration, so nobody
 reads a mixture of two models.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import json
 import logging
@@ -58,6 +61,7 @@ def write_directory(directory: Path, outputs: Sequence[Output], most: int, param
     `parameters`: their number, for the index. `others(path)` writes further files into a directory. CheckpointError: nothing is changed then,
     but where it says so.
     """
+    directory = directory.resolve()
     shards = _shards(outputs, most)
     names = [SINGLE] if len(shards) == 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     try:
@@ -173,7 +177,7 @@ def _aside(directory: Path) -> Iterator[Path]:
     """A locked directory to write to, on the disk that `directory` is on; removed if it is still there at the end."""
     if directory.exists() and not directory.is_dir():
         raise CheckpointError(f"{directory} is no directory; give another")
-    home = directory if directory.is_dir() else directory.absolute().parent
+    home = directory if directory.is_dir() and not _exchangeable(directory) else directory.parent
     home.mkdir(parents=True, exist_ok=True)
     _reclaim(home)
     partial = home / f".offload-saving-{secrets.token_hex(8)}"
@@ -202,23 +206,56 @@ def _reclaim(home: Path) -> None:
                 os.close(lock)
 
 
+def _exchangeable(directory: Path) -> bool:
+    here, above = Path.cwd(), directory.parent
+    plain = all(entry.is_file(follow_symlinks=False) for entry in os.scandir(directory))
+    return plain and directory not in (here, *here.parents) and os.access(above, os.W_OK) and directory.stat().st_dev == above.stat().st_dev
+
+
 def _put(partial: Path, directory: Path) -> None:
     """Renames the new files into place; see the module for what is there meanwhile."""
-    if partial.parent != directory:
-        os.rename(partial, directory)
-        _sync(partial.parent)
-        return
-    try:
-        _replace(partial, directory)
-    except OSError as error:
-        raise CheckpointError(f"{directory} has no whole model now, as its files could not be replaced: {error}; save again") from error
-
-
-def _replace(partial: Path, directory: Path) -> None:
     new = {path.name for path in partial.iterdir()}
+    if not directory.exists():
+        os.rename(partial, directory)
+    elif partial.parent == directory or not _exchange(partial, directory, new):
+        try:
+            _replace(partial, directory, new)
+        except OSError as error:
+            raise CheckpointError(f"{directory} has no whole model now, as its files could not be replaced: {error}; save again") from error
+    _sync(directory.parent)
+
+
+def _is_weights(name: str) -> bool:
+    return name in (SINGLE, INDEX) or _SHARD.fullmatch(name) is not None
+
+
+def _exchange(partial: Path, directory: Path, new: set[str]) -> bool:
+    """`partial` takes the place of `directory` at once, with the files of it that are not weights; False, and nothing done, where it cannot."""
+    try:
+        for path in directory.iterdir():
+            if path.name not in new and not _is_weights(path.name):
+                os.link(path, partial / path.name)
+        partial.chmod(directory.stat().st_mode & 0o7777)
+        _sync(partial)
+        _renameat2(partial, directory)
+    except OSError:
+        return False
+    return True
+
+
+def _renameat2(a: Path, b: Path) -> None:
+    """Each takes the other's place, at once."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if rename(-100, os.fsencode(a), -100, os.fsencode(b), 2):  # AT_FDCWD, RENAME_EXCHANGE
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(b))
+
+
+def _replace(partial: Path, directory: Path, new: set[str]) -> None:
     last = [name for name in (INDEX, "config.json") if name in new]
-    stale = [p.name for p in directory.iterdir() if (p.name in (SINGLE, INDEX) or _SHARD.fullmatch(p.name)) and p.name not in new]
-    for name in (INDEX, *(["config.json"] if "config.json" in new else [])):
+    stale = [path.name for path in directory.iterdir() if _is_weights(path.name) and path.name not in new]
+    for name in {INDEX, *last}:
         (directory / name).unlink(missing_ok=True)
     _sync(directory)
     for name in stale:
