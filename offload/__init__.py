@@ -14,6 +14,7 @@ from offload.errors import BudgetError, CheckpointError, ConfigError, OffloadErr
 if TYPE_CHECKING:
     from offload import ops, optim
     from offload.api import plan, prepare, runtime
+    from offload.checkpoint.export import save_pretrained
     from offload.checkpoint.weights import load_pretrained
     from offload.memory.swap import SwapFile
     from offload.optim import clip_grad_norm_
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "BudgetError", "CheckpointError", "ConfigError", "OffloadError", "PlanError", "Precision", "SwapError", "SwapFile", "Tiers",
-    "clip_grad_norm_", "load_pretrained", "ops", "optim", "plan", "prepare", "runtime",
+    "clip_grad_norm_", "load_pretrained", "ops", "optim", "plan", "prepare", "runtime", "save_pretrained",
 ]  # fmt: skip
 
 _LAZY = {
@@ -31,6 +32,7 @@ _LAZY = {
     "plan": "offload.api",
     "prepare": "offload.api",
     "runtime": "offload.api",
+    "save_pretrained": "offload.checkpoint.export",
 }
 
 

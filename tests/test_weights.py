@@ -92,7 +92,7 @@ def test_a_tensor_comes_in_pieces(prepared: Prepared, tmp_path: Path, monkeypatc
 def test_a_file_cut_while_it_is_read(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was loaded stays, the rest has its rule's values, and loading again mends it."""
     directory = write(tmp_path / "w", net(seed=5, tied=False))
-    header = weights._header
+    header = weights.header
 
     def cut(path: Path) -> Any:
         found = header(path)
@@ -101,7 +101,7 @@ def test_a_file_cut_while_it_is_read(prepared: Prepared, tmp_path: Path, monkeyp
 
     twin, fresh = prepared(_meta(tied=False), keep=True), prepared(_meta(tied=False), keep=True)
     with monkeypatch.context() as patch, pytest.raises(offload.CheckpointError, match="in part"):
-        patch.setattr(weights, "_header", cut)
+        patch.setattr(weights, "header", cut)
         offload.load_pretrained(twin, directory)
     stored = dict(net(seed=5, tied=False).named_parameters())
     loaded = [n for n, p in twin.named_parameters() if torch.equal(plain(p), plain(stored[n]))]
@@ -220,8 +220,43 @@ SPOILS: dict[str, tuple[Any, str]] = {
         lambda d: write(d, net(seed=5), blocks__1__up__weight=torch.ones(25, 12).to(torch.float8_e4m3fn)),
         r"blocks\.1\.up\.weight.*F8_E4M3",
     ),
+    "header larger than the file": (
+        lambda d: (write(d, net(seed=5)) / "model.safetensors").write_bytes((1 << 62).to_bytes(8, "little") + b"{}"),
+        r"model\.safetensors",
+    ),
+    "header beyond its limit": (lambda d: _header_of(write(d, net(seed=5)) / "model.safetensors", 200_000_000), r"model\.safetensors"),
+    "tensors that overlap": (lambda d: _overlapping(write(d, net(seed=5)) / "model.safetensors"), r"model\.safetensors"),
+    "index is deep": (lambda d: (write(d, net(seed=5), 3) / INDEX).write_text("[" * 100_000), "index"),
+    "index is no text": (lambda d: (write(d, net(seed=5), 3) / INDEX).write_bytes(b"\xff\xfe"), "index"),
+    "index is huge": (lambda d: _sparse(write(d, net(seed=5), 3) / INDEX, 200_000_000), "index"),
+    "index names the directory above": (
+        lambda d: (write(d, net(seed=5), 3) / INDEX).write_text(json.dumps({"weight_map": {"a": ".."}})),
+        r"\.\.",
+    ),
+    "index names an absolute path": (
+        lambda d: (write(d, net(seed=5), 3) / INDEX).write_text(json.dumps({"weight_map": {"a": str(d / "model-1.safetensors")}})),
+        r"model-1\.safetensors",
+    ),
+    "index names no file name": (lambda d: (write(d, net(seed=5), 3) / INDEX).write_text(json.dumps({"weight_map": {"a": "x\0y"}})), "index"),
     "index names what its file lacks": (lambda d: [write(d, net(seed=5), 3), _move(d)], r"blocks\.1\.up\.bias"),
 }  # fmt: skip
+
+
+def _sparse(path: Path, nbytes: int) -> None:
+    with path.open("wb") as file:
+        file.truncate(nbytes)
+
+
+def _header_of(path: Path, nbytes: int) -> None:
+    _sparse(path, nbytes + 100)
+    with path.open("r+b") as file:
+        file.write(nbytes.to_bytes(8, "little"))
+
+
+def _overlapping(path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+    text = json.dumps({"a": entry, "b": entry}).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
 
 
 def _move(d: Path) -> None:

@@ -6,10 +6,11 @@ Values are read with plain reads, not through a map of the file: mapped pages wo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from io import FileIO
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from offload.checkpoint.names import Place, renaming, stored_places, whole
+from offload.checkpoint.writer import INDEX, SINGLE
 from offload.engine.engine import Engine
 from offload.engine.record import DTYPES, Record
 from offload.engine.registry import engine_of
 from offload.errors import CheckpointError
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+log = logging.getLogger("offload")
+_PARTIAL = "so the model is loaded in part only; load again"
+MOST_INDEX = 100_000_000  # bytes; safetensors allows a header as many
 PIECE = 1 << 22  # elements read at once
 _STORED_DTYPES = {
     "F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
@@ -41,7 +45,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: its first byte there, its shape, and its dtype as safetensors names it."""
+    """A tensor in a file, or a flat part of one: its first byte there, its shape, and its dtype as safetensors names it."""
 
     name: str
     path: Path
@@ -51,65 +55,115 @@ class Stored:
 
     def parts(self, file: FileIO) -> Iterator[torch.Tensor]:
         """The values in order, flat, in the stored dtype, at most PIECE at a time."""
-        dtype = DTYPES[_STORED_DTYPES[self.dtype]]
         file.seek(self.start)
         for at in range(0, max(self.shape.numel(), 1), PIECE):
-            part = torch.empty(min(PIECE, self.shape.numel() - at), dtype=dtype)
+            part = torch.empty(min(PIECE, self.shape.numel() - at), dtype=self.torch_dtype)
             raw = part.view(torch.uint8).numpy()
             if file.readinto(raw.data) != raw.nbytes:
                 raise OSError(f"it ends within {self.name}")
             yield part
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[_STORED_DTYPES[self.dtype]]
 
-def load_pretrained(model: nn.Module, directory: str | Path) -> Loaded:
+    def cut(self, first: int, numel: int) -> Stored:
+        """Elements [first, first + numel)."""
+        return replace(self, start=self.start + first * self.torch_dtype.itemsize, shape=torch.Size((numel,)))
+
+
+@dataclass
+class _Target:
+    """One of the model's tensors, and the stored parts that it is made of, by its first element of each."""
+
+    name: str
+    held: Record | torch.Tensor
+    parts: dict[int, Stored] = field(default_factory=dict)
+
+    @property
+    def filled(self) -> bool:
+        return bool(self.parts) and sum(p.shape.numel() for p in self.parts.values()) >= self.held.shape.numel()
+
+    @property
+    def in_order(self) -> list[Stored]:
+        return [self.parts[at] for at in sorted(self.parts)]
+
+
+def load_pretrained(model: nn.Module, directory: str | Path, *, strict: bool = True) -> Loaded:
     """Streams the weights of a safetensors directory (one file, or shards with an index) into a prepared model; masters follow.
 
-    Never holds more than a piece of a tensor beyond the budgets. Dtypes are converted to the parameters'. Names that the model ties may be
-    missing. Any other missing name, a wrong shape or a damaged file is a `CheckpointError`, found before anything is written; names the
-    model has no place for are returned.
+    Never holds more than a piece of a tensor beyond the budgets. Dtypes are converted to the parameters', by value. Names are transformers', older
+    ones included; tensors that it splits or merges are. Names that the model ties may be missing. Any other missing name, a wrong shape or a damaged
+    file is a `CheckpointError`, found before anything is written; with `strict=False` missing parameters keep the values they have, and are logged.
+    Names that the model has no place for are logged and returned, but for those that the architecture says to ignore.
     """
     engine = engine_of(model)
     directory = Path(directory)
     stored = weights_in(directory)
-    records = _by_name(model, engine)
-    buffers = dict(model.named_buffers())
-    name_of = _prefix(model, stored, {*records, *buffers})
-    targets: dict[int | str, tuple[Stored, Record | torch.Tensor]] = {}
-    loaded = Loaded()
-    for entry in stored.values():
-        name = name_of(entry.name)
-        if name in records:
-            record = records[name]
-            _check(record.shape, record.dtype, entry)
-            if name == record.name or record.number not in targets:
-                targets[record.number] = entry, record
-        elif name in buffers:
-            _check(buffers[name].shape, buffers[name].dtype, entry)
-            targets[name] = entry, buffers[name]
-        else:
-            loaded.unexpected.append(entry.name)
-    loaded.missing = sorted(r.name for r in engine.records if r.number not in targets)
-    if loaded.missing:
+    targets, loaded = _assign(model, engine, stored)
+    loaded.missing = sorted(t.name for t in targets if isinstance(t.held, Record) and not t.filled)
+    if loaded.missing and strict:
         raise CheckpointError(
-            f"{directory} lacks {len(loaded.missing)} of the model's parameters: {', '.join(loaded.missing[:5])}; "
-            "is it a directory of this architecture?"
+            f"{directory} lacks {len(loaded.missing)} of the model's parameters: {_few(loaded.missing)}; is it a directory of this architecture? "
+            "With strict=False they keep the values they have"
         )
-    _write(engine, sorted(targets.values(), key=lambda t: (t[0].path, t[0].start)))
+    if loaded.missing:
+        log.warning("%s lacks %d parameters, which keep the values they have: %s", directory, len(loaded.missing), _few(loaded.missing))
+    if loaded.unexpected:
+        log.warning("%s has %d tensors that the model has no place for: %s", directory, len(loaded.unexpected), _few(loaded.unexpected))
+    for target in sorted((t for t in targets if t.filled), key=lambda t: (t.in_order[0].path, t.in_order[0].start)):
+        if isinstance(target.held, Record):
+            engine.state.write_parts(target.held, values(target.in_order, _PARTIAL))
+        else:
+            target.held.copy_(torch.cat(list(values(target.in_order, _PARTIAL))).view(target.held.shape))
     return loaded
 
 
-def _write(engine: Engine, targets: Iterable[tuple[Stored, Record | torch.Tensor]]) -> None:
-    """Fills parameters and buffers, given in the order of the files."""
-    for path, entries in groupby(targets, key=lambda t: t[0].path):
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def _assign(model: nn.Module, engine: Engine, stored: dict[str, Stored]) -> tuple[list[_Target], Loaded]:
+    """Which stored tensors make up each of the model's; CheckpointError for a shape or a dtype that does not fit."""
+    records, buffers = records_by_name(model, engine), dict(model.named_buffers())
+    own = {r.name: meta(r) for r in engine.records} | {n: meta(b) for n, b in buffers.items()}
+    places = {n: whole(r.name, own[r.name]) for n, r in records.items()} | {n: whole(n, own[n]) for n in buffers} | stored_places(model, own)
+    name_of = _naming(model, stored, set(places))
+    targets = {r.name: _Target(r.name, r) for r in engine.records} | {n: _Target(n, b) for n, b in buffers.items()}
+    loaded = Loaded()
+    found: list[tuple[bool, Place, Stored]] = []
+    for entry in stored.values():
+        name = name_of(entry.name)
+        place = places.get(name)
+        if place is None:
+            loaded.unexpected.append(entry.name)
+            continue
+        _check(place.shape, place.dtype, entry)
+        found.append((name not in own, place, entry))
+    for _, place, entry in sorted(found, key=lambda f: f[0]):  # a tied parameter's own name counts before its others
+        at = 0
+        for run in place.runs:
+            if not targets[run.name].filled:
+                targets[run.name].parts[run.start] = entry.cut(at, run.numel)
+            at += run.numel
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    loaded.unexpected = [n for n in loaded.unexpected if not any(re.search(pattern, n) for pattern in ignored)]
+    return list(targets.values()), loaded
+
+
+def meta(held: Record | torch.Tensor) -> torch.Tensor:
+    """A stand-in without values."""
+    return torch.empty(held.shape, dtype=held.dtype, device="meta")
+
+
+def values(parts: Iterable[Stored], so: str) -> Iterator[torch.Tensor]:
+    """What parts of files hold, in pieces. CheckpointError, with what follows from it, where one cannot be read."""
+    for part in parts:
         try:
-            with path.open("rb", buffering=0) as file:
-                for entry, target in entries:
-                    if isinstance(target, Record):
-                        engine.state.write_parts(target, entry.parts(file))
-                    else:
-                        target.copy_(torch.cat(list(entry.parts(file))).view(entry.shape))
+            with part.path.open("rb", buffering=0) as file:
+                yield from part.parts(file)
         except OSError as error:
-            raise CheckpointError(f"{path} could not be read to its end, so the model is loaded in part only: {error}; load again") from error
+            raise CheckpointError(f"{part.path} could not be read to its end, {so}: {error}") from error
 
 
 def weights_in(directory: Path) -> dict[str, Stored]:
@@ -118,21 +172,23 @@ def weights_in(directory: Path) -> dict[str, Stored]:
     index, single = directory / INDEX, directory / SINGLE
     if index.is_file():
         where = _index(index)
-        files = {path: _header(path) for path in sorted(set(where.values()))}
+        files = {path: header(path) for path in sorted(set(where.values()))}
         for name, path in where.items():
             if name not in files[path]:
                 raise CheckpointError(f"{index} has {name} in {path.name}, which lacks it")
         return {n: entry for path, header in files.items() for n, entry in header.items() if where.get(n, path) == path}
     if single.is_file():
-        return _header(single)
+        return header(single)
     raise CheckpointError(f"{directory} has neither {SINGLE} nor {INDEX}; give a Hugging Face directory with safetensors weights")
 
 
 def _index(index: Path) -> dict[str, Path]:
     try:
+        if index.stat().st_size > MOST_INDEX:
+            raise ValueError(f"it has {index.stat().st_size} bytes")
         names: dict[str, Any] = json.loads(index.read_text())["weight_map"]
         files = {str(k): str(v) for k, v in names.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is no safetensors index: {error!r}") from None
     for name in set(files.values()):
         if Path(name).name != name or not (index.parent / name).is_file():
@@ -140,7 +196,7 @@ def _index(index: Path) -> dict[str, Path]:
     return {k: index.parent / v for k, v in files.items()}
 
 
-def _header(path: Path) -> dict[str, Stored]:
+def header(path: Path) -> dict[str, Stored]:
     """What a file holds. safetensors itself checks that the header agrees with the file's length."""
     try:
         with safe_open(path, framework="pt", device="cpu"), path.open("rb") as file:
@@ -155,26 +211,25 @@ def _header(path: Path) -> dict[str, Stored]:
     }
 
 
-def _by_name(model: nn.Module, engine: Engine) -> dict[str, Record]:
+def records_by_name(model: nn.Module, engine: Engine) -> dict[str, Record]:
     """Every name of every parameter, tied names included."""
     record_of = {id(r.parameter): r for r in engine.records}
     return {name: record_of[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-class _Prefix:
-    """Maps stored names to the model's: some directories hold a base model without its prefix, or with one more."""
-
-    def __init__(self, strip: str, add: str) -> None:
-        self.strip, self.add = strip, add
-
-    def __call__(self, stored: str) -> str:
-        return self.add + stored.removeprefix(self.strip)
-
-
-def _prefix(model: nn.Module, stored: Iterable[str], known: set[str]) -> _Prefix:
+def _naming(model: nn.Module, stored: Iterable[str], known: set[str]) -> Callable[[str], str]:
+    """Maps stored names to `known` ones: some directories hold a base model without its prefix or with one more, and some have older names."""
     base = getattr(model, "base_model_prefix", "")
-    candidates = [_Prefix("", ""), *([_Prefix("", f"{base}."), _Prefix(f"{base}.", "")] if base else [])]
-    return max(candidates, key=lambda p: sum(p(s) in known for s in stored))
+    today = renaming(model)
+    ways: list[Callable[[str], str]] = [lambda name: name]
+    if base:
+        ways += [lambda name: f"{base}.{name}", lambda name: name.removeprefix(f"{base}.")]
+    best = max(ways, key=lambda way: sum(way(s) in known for s in stored))
+
+    def find(name: str) -> str:
+        return next((n for n in (best(name), best(today(name))) if n in known), name)
+
+    return find
 
 
 def _check(shape: torch.Size, dtype: torch.dtype, entry: Stored) -> None:

@@ -89,6 +89,42 @@ def bench(
     return bench_command(what, path, as_json)
 
 
+@app.command()
+def verify(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="a checkpoint, or a run directory: all of its checkpoints")], as_json: Json = False
+) -> int:
+    """Compare every byte of a checkpoint with its checksums."""
+    from offload.cli.files import verify_command
+
+    return verify_command(directory, as_json)
+
+
+@app.command()
+def export(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="a run directory (its newest checkpoint) or a checkpoint")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="the directory to write")],
+    model: Annotated[
+        str | None, typer.Option(metavar="DIR", help="a Hugging Face directory with the model's config.json, for a checkpoint of no run")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="what a file may have at most")] = "5GB",
+    as_json: Json = False,
+) -> int:
+    """Write a checkpoint's weights as a directory that transformers loads."""
+    from offload.cli.export import export_command
+
+    return export_command(directory, out, model, max_shard_size, as_json)
+
+
+@app.command()
+def clean(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="a swap directory, or a run directory: its swap directories")], as_json: Json = False
+) -> int:
+    """Remove swap files of runs that are no longer alive."""
+    from offload.cli.files import clean_command
+
+    return clean_command(directory, as_json)
+
+
 def _later(name: str, text: str) -> None:
     @app.command(name, help=f"{text} (not available in this version)", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
     def refuse(as_json: Json = False) -> int:
@@ -98,9 +134,6 @@ def _later(name: str, text: str) -> None:
 for _name, _text in {
     "top": "Watch a run.",
     "report": "Write a run's report.",
-    "verify": "Check a checkpoint.",
-    "export": "Write a checkpoint as safetensors.",
-    "clean": "Remove stale swap files.",
 }.items():
     _later(_name, _text)
 

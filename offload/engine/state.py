@@ -100,6 +100,20 @@ class State:
             return self.read_state(record, "master").to(record.dtype).view(record.shape)
         return self._read_stored(record, 0, record.numel).to(record.dtype).view(record.shape)
 
+    def read_parts(self, record: Record, first: int, stop: int, most: int) -> Iterator[torch.Tensor]:
+        """Elements [first, stop) of a value as it reads, flat and in order, at most `most` at a time."""
+        self._before(record, True)
+        from_master = record.trained and self.form.master != "own" and record.dtype != self.compute
+        for at in range(first, stop, most):
+            end = min(at + most, stop)
+            if not from_master:
+                yield self._read_stored(record, at, end).to(record.dtype)
+                continue
+            for where in self._stretches(record, at, end):
+                out = torch.empty(where.numel, dtype=torch.float32)
+                self._read(record, "master", where, out)
+                yield out.to(record.dtype)
+
     def _read_stored(self, record: Record, first: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """Elements [first, stop) of the copy that is computed with, in its own dtype."""
         shard, start, dtype = self.parameter_shard(record)

@@ -266,27 +266,45 @@ def _remove(path: Path) -> None:
         os.rmdir(path)
 
 
+@dataclass(frozen=True)
+class Left:
+    """A swap subdirectory in a directory: its bytes on the disk, and why it stays (empty: it was stale, and is removed)."""
+
+    path: Path
+    nbytes: int
+    stays: str = ""
+
+
+def sweep(directory: str | os.PathLike[str]) -> list[Left]:
+    """Removes the swap subdirectories in `directory` whose owners are gone (nobody holds their lock); says what was found. OSError."""
+    return [_sweep(Path(entry.path)) for entry in sorted(os.scandir(directory), key=lambda e: e.name)
+            if _SUBDIRECTORY.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)]  # fmt: skip
+
+
+def _sweep(path: Path) -> Left:
+    nbytes = 0
+    with contextlib.suppress(OSError):  # no file, or another user's
+        nbytes = os.lstat(path / _FILE_NAME).st_blocks * 512
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        return Left(path, nbytes, f"cannot be opened: {error.strerror}")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_still(path, lock):
+            _remove(path)
+        return Left(path, nbytes, "cannot be removed, or holds other files" if _is_still(path, lock) else "")
+    except BlockingIOError:
+        return Left(path, nbytes, f"in use by process {path.name.split('-')[1]}")
+    except OSError as error:
+        return Left(path, nbytes, f"cannot be locked: {error.strerror}")
+    finally:
+        os.close(lock)
+
+
 def reclaim(directory: str | os.PathLike[str]) -> list[Path]:
-    """Removes the swap subdirectories in `directory` whose owners are gone (nobody holds their lock); returns their paths."""
-    gone: list[Path] = []
-    for entry in os.scandir(directory):
-        if not _SUBDIRECTORY.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
-            continue
-        path = Path(entry.path)
-        try:
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # another user's, or gone by now
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_still(path, lock):
-                _remove(path)
-                gone.append(path)
-        except OSError:  # its owner lives
-            continue
-        finally:
-            os.close(lock)
-    return gone
+    """The paths that a `sweep` of `directory` removed."""
+    return [left.path for left in sweep(directory) if not left.stays]
 
 
 def _within(extent: Extent, start: int, nbytes: int) -> int:

@@ -1,0 +1,265 @@
+"""Safetensors directories, written aside in pieces, read back, and only then put in their place.
+
+What is written is synchronised, dropped from the page cache and compared with its checksums before anything is renamed. A directory that does not
+exist yet appears whole. One that does gives way whole to one that has its other files too. Where that cannot be done (it has subdirectories, is the
+working directory or a mount) files are replaced one by one: until the last of the new ones is there it has no index and no configuration, so nobody
+reads a mixture of two models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+
+from offload.config import format_size
+from offload.errors import CheckpointError, OffloadError
+
+log = logging.getLogger("offload")
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+BLOCK = 1 << 22  # bytes read back at once
+_OURS = re.compile(r"\.offload-saving-[0-9a-f]{16}")
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+# As safetensors sorts them, so that every tensor is aligned.
+_DTYPES = {
+    torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor to be written: `parts()` gives its values in order, flat, in its dtype, in pieces."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    parts: Callable[[], Iterable[torch.Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+def write_directory(directory: Path, outputs: Sequence[Output], most: int, parameters: int, others: Callable[[Path], None]) -> list[str]:
+    """Writes `outputs` as one file, or shards of at most `most` bytes (a larger tensor has one of its own) with an index; returns the files' names.
+
+    `parameters`: their number, for the index. `others(path)` writes further files into a directory. CheckpointError: nothing is changed then,
+    but where it says so.
+    """
+    directory = directory.resolve()
+    shards = _shards(outputs, most)
+    names = [SINGLE] if len(shards) == 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    try:
+        with _aside(directory) as partial:
+            _check_room(partial, sum(output.nbytes for output in outputs))
+            others(partial)
+            sums = {name: _write(partial / name, shard) for name, shard in zip(names, shards, strict=True)}
+            if len(shards) > 1:
+                _write_index(partial / INDEX, outputs, dict(zip(names, shards, strict=True)), parameters)
+            for path in partial.iterdir():
+                _sync(path)
+            for name, digest in sums.items():
+                _compare(partial / name, digest)
+            _sync(partial)
+            _put(partial, directory)
+    except OffloadError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{directory} could not be written: {error}; free space or give another directory") from error
+    return names
+
+
+def _shards(outputs: Sequence[Output], most: int) -> list[list[Output]]:
+    """As transformers cuts them: in order, a new one where the next tensor does not fit."""
+    shards: list[list[Output]] = []
+    current: list[Output] = []
+    size = 0
+    for output in outputs:
+        if output.nbytes > most:
+            shards.append([output])
+            continue
+        if size + output.nbytes > most:
+            shards.append(current)
+            current, size = [], 0
+        current.append(output)
+        size += output.nbytes
+    return [*shards, current] if current or not shards else shards
+
+
+def _header(ordered: Sequence[Output]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for output in ordered:
+        entries[output.name] = {"dtype": _DTYPES[output.dtype], "shape": list(output.shape), "data_offsets": [at, at + output.nbytes]}
+        at += output.nbytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write(path: Path, outputs: Sequence[Output]) -> str:
+    """Writes a file; returns the checksum of its bytes."""
+    order = list(_DTYPES)
+    ordered = sorted(outputs, key=lambda o: (order.index(o.dtype), o.name))
+    digest = xxhash.xxh3_128()
+    with path.open("xb", buffering=0) as file:
+
+        def put(data: memoryview) -> None:
+            digest.update(data)
+            while data:
+                data = data[file.write(data) :]
+
+        put(memoryview(_header(ordered)))
+        for output in ordered:
+            written = 0
+            for part in output.parts():
+                put(part.contiguous().view(-1).view(torch.uint8).numpy().data)
+                written += part.nbytes
+            if written != output.nbytes:
+                raise CheckpointError(f"{output.name} gave {written} bytes of {output.nbytes}; nothing was saved")
+    return str(digest.hexdigest())
+
+
+def _write_index(path: Path, outputs: Sequence[Output], shards: dict[str, list[Output]], parameters: int) -> None:
+    metadata = {"total_parameters": parameters, "total_size": sum(output.nbytes for output in outputs)}
+    where = {output.name: name for name, shard in shards.items() for output in shard}
+    path.write_text(json.dumps({"metadata": metadata, "weight_map": where}, indent=2, sort_keys=True) + "\n")
+
+
+def _compare(path: Path, want: str) -> None:
+    """Reads a file from the disk, not from what the kernel still has of it, where that can be asked for."""
+    digest, block = xxhash.xxh3_128(), memoryview(bytearray(BLOCK))
+    with path.open("rb", buffering=0) as file:
+        with suppress(OSError):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while count := file.readinto(block):
+            digest.update(block[:count])
+    if digest.hexdigest() != want:
+        raise CheckpointError(f"{path.name} reads back other bytes than were written, so nothing was saved: check the disk of {path.parent.parent}")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_room(where: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(where).free
+    if free < nbytes:
+        raise CheckpointError(
+            f"{where.parent} has {format_size(free)} free and the weights take {format_size(nbytes)}; free space or give another directory"
+        )
+
+
+# Putting them in their place
+
+
+@contextmanager
+def _aside(directory: Path) -> Iterator[Path]:
+    """A locked directory to write to, on the disk that `directory` is on; removed if it is still there at the end."""
+    if directory.exists() and not directory.is_dir():
+        raise CheckpointError(f"{directory} is no directory; give another")
+    home = directory if directory.is_dir() and not _exchangeable(directory) else directory.parent
+    home.mkdir(parents=True, exist_ok=True)
+    _reclaim(home)
+    partial = home / f".offload-saving-{secrets.token_hex(8)}"
+    partial.mkdir()
+    lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield partial
+    finally:
+        os.close(lock)
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _reclaim(home: Path) -> None:
+    """Removes what savers that were killed left in `home`: nobody holds its lock."""
+    for path in home.iterdir():
+        if not _OURS.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+            continue
+        with suppress(OSError):
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path)
+                log.warning("removed %s, which an interrupted save had left", path)
+            finally:
+                os.close(lock)
+
+
+def _exchangeable(directory: Path) -> bool:
+    here, above = Path.cwd(), directory.parent
+    plain = all(entry.is_file(follow_symlinks=False) for entry in os.scandir(directory))
+    return plain and directory not in (here, *here.parents) and os.access(above, os.W_OK) and directory.stat().st_dev == above.stat().st_dev
+
+
+def _put(partial: Path, directory: Path) -> None:
+    """Renames the new files into place; see the module for what is there meanwhile."""
+    new = {path.name for path in partial.iterdir()}
+    if not directory.exists():
+        os.rename(partial, directory)
+    elif partial.parent == directory or not _exchange(partial, directory, new):
+        try:
+            _replace(partial, directory, new)
+        except OSError as error:
+            raise CheckpointError(f"{directory} has no whole model now, as its files could not be replaced: {error}; save again") from error
+    _sync(directory.parent)
+
+
+def _is_weights(name: str) -> bool:
+    return name in (SINGLE, INDEX) or _SHARD.fullmatch(name) is not None
+
+
+def _exchange(partial: Path, directory: Path, new: set[str]) -> bool:
+    """`partial` takes the place of `directory` at once, with the files of it that are not weights; False, and nothing done, where it cannot."""
+    try:
+        for path in directory.iterdir():
+            if path.name not in new and not _is_weights(path.name):
+                os.link(path, partial / path.name)
+        partial.chmod(directory.stat().st_mode & 0o7777)
+        _sync(partial)
+        _renameat2(partial, directory)
+    except OSError:
+        return False
+    return True
+
+
+def _renameat2(a: Path, b: Path) -> None:
+    """Each takes the other's place, at once."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if rename(-100, os.fsencode(a), -100, os.fsencode(b), 2):  # AT_FDCWD, RENAME_EXCHANGE
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(b))
+
+
+def _replace(partial: Path, directory: Path, new: set[str]) -> None:
+    last = [name for name in (INDEX, "config.json") if name in new]
+    stale = [path.name for path in directory.iterdir() if _is_weights(path.name) and path.name not in new]
+    for name in {INDEX, *last}:
+        (directory / name).unlink(missing_ok=True)
+    _sync(directory)
+    for name in stale:
+        (directory / name).unlink(missing_ok=True)
+    for name in [*sorted(new - set(last)), *last]:
+        os.replace(partial / name, directory / name)
+    _sync(directory)

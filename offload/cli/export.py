@@ -1,0 +1,70 @@
+"""`offload export`: a checkpoint's weights as a directory that transformers loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from offload.cli.app import emit
+from offload.cli.files import check, checkpoints
+from offload.config import ModelTable, RunConfig, format_size
+from offload.errors import ConfigError
+
+_BESIDE = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+
+
+def _model_table(checkpoint: Path, model: str | None) -> ModelTable:
+    """Which model a checkpoint is of: as `--model` says, else the run that it is in."""
+    if model is not None:
+        return ModelTable(path=str(Path(model).absolute()))
+    run = checkpoint.absolute().parents[1] / "config.toml"
+    if not run.is_file():
+        raise ConfigError(f"{checkpoint} is in no run directory, so its model is not known; give --model a directory with its config.json")
+    return RunConfig.load(run).model
+
+
+def _config(table: ModelTable) -> Any:
+    """As a run has it, but for the cache of keys and values, which training leaves off."""
+    from offload.train.model import load_config
+
+    config = load_config(table)
+    from transformers import AutoConfig
+
+    given = AutoConfig.from_pretrained(table.path) if table.path is not None else AutoConfig.for_model(str(table.type), **table.config)
+    config.use_cache = getattr(given, "use_cache", True)
+    return config
+
+
+def _text(result: dict[str, Any]) -> str:
+    return (
+        f"{result['parameters'] / 1e9:.3g} billion parameters of {result['checkpoint']}, {format_size(result['bytes'])}, are in {result['directory']}"
+    )
+
+
+def export_command(directory: str, out: str, model: str | None, max_shard_size: str, as_json: bool) -> int:
+    """Verifies the newest checkpoint of a run, or the one given, and writes its weights to `out`."""
+    checkpoint = checkpoints(directory)[-1]
+    table = _model_table(checkpoint, model)
+    check(checkpoint)
+    import transformers
+
+    from offload.checkpoint.export import export, saved_tensors
+    from offload.train.model import build
+
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    made = build(_config(table)).eval()
+    beside = [p for name in _BESIDE if table.path is not None and (p := Path(table.path) / name).is_file()]
+    files = export(made, saved_tensors(checkpoint), out, max_shard_size, beside)
+    result = {
+        "directory": out,
+        "checkpoint": str(checkpoint),
+        "parameters": sum(p.numel() for p in made.parameters()),
+        "bytes": sum((Path(out) / name).stat().st_size for name in files),
+        "files": files,
+    }
+    emit(result, as_json, _text)
+    return 0

@@ -1,0 +1,74 @@
+"""What commands do with files on the disk, without torch: `offload verify` and `offload clean`."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from offload.cli.app import emit
+from offload.config import RunConfig, format_size
+from offload.errors import ConfigError
+
+
+def checkpoints(directory: str) -> list[Path]:
+    """The checkpoint that `directory` is, or those of the run that it is, oldest first; at least one, or ConfigError."""
+    path = Path(directory)
+    if not path.is_dir():
+        raise ConfigError(f"{directory} is no directory")
+    if not (path / "checkpoints").is_dir():
+        return [path]
+    found = sorted(p for p in (path / "checkpoints").iterdir() if p.is_dir() and p.name.startswith("step-"))
+    if not found:
+        raise ConfigError(f"{directory} has no checkpoint yet")
+    return found
+
+
+def check(checkpoint: Path) -> None:
+    """CheckpointError where a checkpoint is not whole and sound."""
+    try:
+        manifest = importlib.import_module("offload.checkpoint.manifest")
+    except ModuleNotFoundError:
+        raise ConfigError("checkpoints are not available in this version") from None
+    manifest.verify(checkpoint)
+
+
+def verify_command(directory: str, as_json: bool) -> int:
+    """Prints the checkpoints that are good; the first that is not is the error."""
+    found = checkpoints(directory)
+    for path in found:
+        check(path)
+    result = {"verified": [str(path) for path in found]}
+    emit(result, as_json, lambda r: "\n".join(f"{path}: every byte is as it was written" for path in r["verified"]))
+    return 0
+
+
+def _swap_directories(directory: str) -> list[Path]:
+    path = Path(directory)
+    if not path.is_dir():
+        raise ConfigError(f"{directory} is no directory")
+    if not (path / "config.toml").is_file():
+        return [path]
+    return [Path(disk) for disk, _ in RunConfig.load(path / "config.toml").tiers_value().nvme if Path(disk).is_dir()]
+
+
+def _text(result: dict[str, Any]) -> str:
+    lines = [f"removed {left['path']}, {format_size(left['bytes'])}" for left in result["removed"]]
+    lines += [f"left {left['path']}, {format_size(left['bytes'])}: {left['why']}" for left in result["left"]]
+    return "\n".join(lines) or "no swap files"
+
+
+def clean_command(directory: str, as_json: bool) -> int:
+    """Prints what was removed, and what was left and why."""
+    from offload.memory.swap import sweep
+
+    removed, left = [], []
+    for path in _swap_directories(directory):
+        try:
+            found = sweep(path)
+        except OSError as error:
+            raise ConfigError(f"cannot look into {path}: {error.strerror}") from None
+        removed += [{"path": str(f.path), "bytes": f.nbytes} for f in found if not f.stays]
+        left += [{"path": str(f.path), "bytes": f.nbytes, "why": f.stays} for f in found if f.stays]
+    emit({"removed": removed, "left": left}, as_json, _text)
+    return 0
