@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload import _core
 from offload.config import Precision, Tiers, check_updates, refuse_later
 from offload.engine.build import Found, discover
 from offload.engine.engine import Engine
@@ -134,10 +133,9 @@ def prepare(
         )
         own = _own_bytes(model)
         _check_machine(own, made, target)
-        _core.keep_freed(True)
         target.in_flight_bytes_most = made.working.in_flight
         target.resident_bytes_most = base_bytes(unknown=own) + made.peak_bytes["host"] + tiers.device
-        target.surge_bytes = made.surge_bytes
+        target.keep(made.surge_bytes, made.free_bytes)
         Engine(model, found, made, tiers, target, seed, accumulate if updates == "backward" else 0)
     except BaseException:
         target.close()

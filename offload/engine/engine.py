@@ -146,7 +146,7 @@ class Engine:
             made = self.plan.closed(Batch(first.shape[0], max(1, rows // max(1, first.shape[0]))))
             if made.boundaries.nbytes:
                 self._reserve_boundaries(made.boundaries)
-            self.device.surge_bytes = made.surge_bytes
+            self.device.keep(made.surge_bytes, made.free_bytes)
             self.plan, self.streamer.recompute = made, made.recomputes
 
     def _reserve_boundaries(self, boundaries: Boundaries) -> None:

@@ -83,11 +83,15 @@ class Trace:
         errors: list[OSError] = []
 
         def write() -> None:
-            try:
-                made = [*_recorded(events, since), *_updates(jobs, since)]
+            def made() -> Iterator[_Event]:
+                yield from _recorded(events, since)
+                yield from _updates(jobs, since)
                 for drive, (moves, _) in drives.items():
-                    made += _transfers(drive, moves, since)
-                self._write(_document(made, dropped, budgets))
+                    yield from _transfers(drive, moves, since)
+
+            try:
+                origin = min((e["ts"] for e in made()), default=0.0)
+                self._write(_document(made(), origin, dropped, budgets))
             except OSError as error:
                 errors.append(error)
 
@@ -99,10 +103,15 @@ class Trace:
                 self._partial.unlink(missing_ok=True)
             raise OffloadError(f"cannot write the trace {self._path}: {errors[0].strerror}") from errors[0]
 
-    def _write(self, document: Mapping[str, Any]) -> None:
-        raw = json.dumps(document, separators=(",", ":")).encode()
+    def _write(self, pieces: Iterator[str]) -> None:
+        """Piece by piece: the whole text would weigh more than small budgets leave."""
         with open(self._partial, "wb") as file:
-            file.write(gzip.compress(raw, 5) if self._path.suffix == ".gz" else raw)
+            with contextlib.ExitStack() as stack:
+                out: Any = file
+                if self._path.suffix == ".gz":
+                    out = stack.enter_context(gzip.GzipFile(filename="", mode="wb", compresslevel=5, fileobj=file))
+                for piece in pieces:
+                    out.write(piece.encode())
             file.flush()
             os.fsync(file.fileno())
         os.replace(self._partial, self._path)
@@ -158,25 +167,26 @@ def _transfers(drive: str, moves: list[tuple[bool, int, float, float]], since: f
             yield from _asynchronous(track, track, start, stop, {"bytes": nbytes})
 
 
-def _document(events: list[_Event], dropped: Mapping[str, int], budgets: Mapping[str, int]) -> dict[str, Any]:
-    """Chrome's trace format: microseconds from the first event on, one thread for each track, ids for asynchronous spans."""
-    origin = min((e["ts"] for e in events), default=0.0)
-    used = {e["track"] for e in events if "track" in e}
-    numbers = {track: i for i, track in enumerate((t for t in TRACKS if t in used), 1)}
+def _document(events: Iterator[_Event], origin: float, dropped: Mapping[str, int], budgets: Mapping[str, int]) -> Iterator[str]:
+    """Chrome's trace format, in pieces: microseconds from `origin` on, one thread for each track, ids for asynchronous spans."""
+    numbers = {track: i for i, track in enumerate(TRACKS, 1)}
+    used: set[str] = set()
     pid = os.getpid()
-    made: list[_Event] = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": "offload"}}]
-    for track, number in numbers.items():
-        for what, args in (("thread_name", {"name": track}), ("thread_sort_index", {"sort_index": number})):
-            made.append({"ph": "M", "pid": pid, "tid": number, "name": what, "args": args})
+    text = json.JSONEncoder(separators=(",", ":")).encode
     opened = 0
+    yield '{"traceEvents":[' + text({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": "offload"}})
     for event in events:
-        placed = {k: v for k, v in event.items() if k != "track"} | {"pid": pid, "tid": numbers.get(event.get("track", ""), 0)}
-        placed["ts"] = round((event["ts"] - origin) * 1e6, 3)
+        track = event.pop("track", "")
+        used.add(track)
+        placed = event | {"pid": pid, "tid": numbers.get(track, 0), "ts": round((event["ts"] - origin) * 1e6, 3)}
         if "dur" in event:
             placed["dur"] = round(event["dur"] * 1e6, 3)
         if event["ph"] in "be":  # an end follows its beginning
             opened += event["ph"] == "b"
             placed["id"] = opened
-        made.append(placed)
+        yield "," + text(placed)
+    for track in TRACKS:
+        for what, args in (("thread_name", {"name": track}), ("thread_sort_index", {"sort_index": numbers[track]})) if track in used else ():
+            yield "," + text({"ph": "M", "pid": pid, "tid": numbers[track], "name": what, "args": args})
     other = {"clock": "CLOCK_MONOTONIC", "origin_seconds": origin, "dropped": dict(dropped), "budget_bytes": dict(budgets)}
-    return {"traceEvents": made, "displayTimeUnit": "ms", "otherData": other}
+    yield '],"displayTimeUnit":"ms","otherData":' + text(other) + "}"

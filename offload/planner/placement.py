@@ -95,13 +95,18 @@ class Plan:
         return self.activations != "keep"
 
     @property
-    def surge_bytes(self) -> int:
-        """What may come to live on the device while one unit is computed; half of its room at the most."""
-        half = (self.budgets["device"] - self.resting["device"] - sum(self.slots)) // 2
+    def surge_bytes(self) -> int | None:
+        """What may come to live on the device while one unit is computed; None where that is unknown or much of what is free."""
         if self.batch is None:
-            return half
+            return None
         largest = demand.largest_kept([u.spec for u in self.layouts], self.batch, self.compute)
-        return min(half, largest + self.working.logits + self.working.gradients + self.working.slack)
+        surge = largest + self.working.logits + self.working.gradients + self.working.slack
+        return surge if surge < self.free_bytes // 2 else None
+
+    @property
+    def free_bytes(self) -> int:
+        """What the device budget leaves beside state and slots."""
+        return self.budgets["device"] - self.resting["device"] - sum(self.slots)
 
     @property
     def activation_bytes(self) -> dict[str, int]:

@@ -7,10 +7,10 @@ run as late as a CUDA stream may. `cuda` is the same with streams and events. A 
 from NVMe; a landing is a function that takes a gradient in memory the host can read and stores it.
 
 [Note: freed memory]
-To map pages anew for every activation takes a fifth of a step, so the C library is asked to keep what is freed for the next block. There it
-counts as resident: activations that are gone would still fill a device budget that is RAM. Between units, free memory is returned to the kernel
-unless the budget has room for what the next unit may add, beside what of it fits in free memory. If it has not, memory is scarce: large blocks go
-back as they are freed from then on.
+To map pages anew for every activation takes a fifth of a step, so where the device budget is ample the C library is asked to keep what is freed for
+the next block. There it counts as resident: activations that are gone would still fill a device budget that is RAM. Between units, free memory is
+returned to the kernel unless the budget has room for what the next unit may add, beside what of it fits in free memory. Where memory is scarce from
+the start, or turns out to be, large blocks go back as they are freed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Device(ABC):
     def __init__(self) -> None:
         self.moved = {"h2d": 0, "d2h": 0}
         self.stalls = Stalls()
-        self.resident_bytes_most, self.surge_bytes = 1 << 62, 0
+        self.resident_bytes_most, self.margin_bytes, self.keeps_freed = 1 << 62, 0, False
         self.in_flight_bytes_most = 1 << 62
 
     @abstractmethod
@@ -102,9 +102,19 @@ class Device(ABC):
     def relieve(self) -> None:
         """Called between units: gives memory that compute has freed back, where it is scarce. See [Note: freed memory]."""
         room = self.resident_bytes_most - resident_bytes()
-        if room < self.surge_bytes and room < self.surge_bytes - min(_core.freed_bytes(), self.surge_bytes) // REUSED_SHARE:
-            _core.keep_freed(False)
-            _core.trim()
+        if room >= self.margin_bytes:
+            return
+        if self.keeps_freed and room >= self.margin_bytes - min(_core.freed_bytes(), self.margin_bytes) // REUSED_SHARE:
+            return
+        if self.keeps_freed:
+            self.keep(None, 2 * self.margin_bytes)
+        _core.trim()
+
+    def keep(self, surge_bytes: int | None, free_bytes: int) -> None:
+        """`surge_bytes`: what one unit may add, where that is little beside `free_bytes` of the budget, so that there is room for freed memory."""
+        self.keeps_freed = surge_bytes is not None
+        self.margin_bytes = free_bytes // 2 if surge_bytes is None else surge_bytes
+        _core.keep_freed(self.keeps_freed)
 
     def depths(self) -> dict[str, int]:
         """Transfers not done, by link."""
@@ -116,6 +126,7 @@ class Device(ABC):
 
     def close(self) -> None:
         self.settle()
+        self.keep(None, 0)
 
 
 def _pieces(copy: Copy, frame_bytes: int) -> list[tuple[int, int]]:
@@ -260,3 +271,4 @@ class SimDevice(Device):
     def close(self) -> None:
         self._in.close()
         self._out.close()
+        self.keep(None, 0)
