@@ -97,19 +97,24 @@ def replacing(target: Path, may_replace: Callable[[Path], bool]) -> Iterator[Pat
 
 
 def _place(where: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
     if not os.path.lexists(target):
         rename(where, target)
         sync_directory(target.parent)
+        sync_directory(target.parent.parent)  # which may be as new
         return
     try:
         exchange(where, target)
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
             raise
-        rename(target, where.with_name(f"{where.name}.before"))  # a file system without exchanges: for a moment neither is in its place
-        rename(where, target)
-        where = where.with_name(f"{where.name}.before")
+        before = where.with_name(f"{where.name}.before")  # a file system without exchanges: for a moment neither is in its place
+        rename(target, before)
+        try:
+            rename(where, target)
+        except OSError:
+            rename(before, target)
+            raise
+        where = before
     sync_directory(target.parent)
     shutil.rmtree(where, ignore_errors=True)
 
