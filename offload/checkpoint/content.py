@@ -15,10 +15,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from offload.checkpoint.manifest import read_json_bytes
+from offload.checkpoint.manifest import STATE, read_json_bytes
 from offload.errors import CheckpointError
 
-STATE, TENSORS = "state.json", "tensors.safetensors"
 # Names of tensors are ROLE/NAME: a frozen parameter has a value, a trained one a master and, once stepped, what `moments` says.
 VALUE, MASTER, BUFFER, OTHER = "value", "master", "buffer", "tensor"
 

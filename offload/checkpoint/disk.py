@@ -17,8 +17,12 @@ from typing import Any
 from offload.errors import CheckpointError
 
 SAVING = ".saving"  # beside checkpoints: what is being written, and what is being deleted
+WINDOW = 32 << 20  # bytes whose way to the drive begins at once
 _CWD, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-_renameat2: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+_BEGIN, _FINISH = 2, 7  # SYNC_FILE_RANGE_WRITE; with WAIT_BEFORE and WAIT_AFTER
+_libc = ctypes.CDLL(None, use_errno=True)
+_renameat2: Any = getattr(_libc, "renameat2", None)
+_sync_file_range: Any = getattr(_libc, "sync_file_range", None)
 
 
 def write(file: FileIO, data: memoryview | bytes) -> None:
@@ -26,6 +30,23 @@ def write(file: FileIO, data: memoryview | bytes) -> None:
     left = memoryview(data)
     while left.nbytes:
         left = left[file.write(left) :]
+
+
+def write_behind(descriptor: int, before: int, now: int) -> None:
+    """A file that is written on and on has grown from `before` bytes: the drive writes beside, and at most two windows wait in memory."""
+    for window in range(before // WINDOW, now // WINDOW):
+        _range(descriptor, window, _BEGIN)
+        if window:
+            _range(descriptor, window - 1, _FINISH)
+            os.posix_fadvise(descriptor, (window - 1) * WINDOW, WINDOW, os.POSIX_FADV_DONTNEED)
+
+
+def _range(descriptor: int, window: int, how: int) -> None:
+    """An error of the drive that this is told of, a later fsync is not."""
+    if _sync_file_range is not None and _sync_file_range(descriptor, ctypes.c_int64(window * WINDOW), ctypes.c_int64(WINDOW), how):
+        number = ctypes.get_errno()
+        if number not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):  # those that say that it is not to be had here
+            raise OSError(number, os.strerror(number))
 
 
 def sync(descriptor: int) -> None:
@@ -62,9 +83,10 @@ def opened(path: Path) -> Iterator[FileIO]:
         raise CheckpointError(f"{path} is missing, so the checkpoint is not whole; take another") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be opened: {error.strerror}; a checkpoint has plain files alone") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path} is no plain file; a checkpoint has these alone")
     with FileIO(descriptor) as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise CheckpointError(f"{path} is no plain file; a checkpoint has these alone")
         yield file
 
 
@@ -80,43 +102,57 @@ def replacing(target: Path, may_replace: Callable[[Path], bool]) -> Iterator[Pat
     where.mkdir(parents=True, exist_ok=True)
     lock = os.open(where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        _take(lock, where, target)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(f"another save to {target} is under way; wait for it, or save to another directory") from None
-        _empty(where)
-        yield where
-        sync(lock)
-        _place(where, target)
-    except BaseException:
-        shutil.rmtree(where, ignore_errors=True)
-        raise
+            _empty(where)
+            yield where
+            sync(lock)
+            _place(where, target)
+        except BaseException:
+            shutil.rmtree(where, ignore_errors=True)
+            raise
     finally:
         os.close(lock)
         _tidy(where.parent)
 
 
+def _take(lock: int, where: Path, target: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        taken = os.path.samestat(os.fstat(lock), os.stat(where))
+    except (BlockingIOError, FileNotFoundError):
+        taken = False
+    if not taken:
+        raise CheckpointError(f"another save to {target} is under way; wait for it, or save to another directory")
+
+
 def _place(where: Path, target: Path) -> None:
-    if not os.path.lexists(target):
+    old = where.with_name(f"{where.name}.old")
+    if os.path.lexists(target):
+        old = _swap(where, target, old)
+    else:
         rename(where, target)
-        sync_directory(target.parent)
-        sync_directory(target.parent.parent)  # which may be as new
-        return
+    sync_directory(target.parent)
+    sync_directory(target.parent.parent)  # the parent may be new
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _swap(where: Path, target: Path, old: Path) -> Path:
+    """Puts a directory in the place of another; gives where that is then."""
     try:
         exchange(where, target)
+        return where
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
             raise
-        before = where.with_name(f"{where.name}.before")  # a file system without exchanges: for a moment neither is in its place
-        rename(target, before)
-        try:
-            rename(where, target)
-        except OSError:
-            rename(before, target)
-            raise
-        where = before
-    sync_directory(target.parent)
-    shutil.rmtree(where, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+    rename(target, old)  # a file system without exchanges: until the next line both lie aside
+    try:
+        rename(where, target)
+    except OSError:
+        rename(old, target)
+        raise
+    return old
 
 
 def remove(target: Path) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 
 from offload.checkpoint import disk
 from offload.checkpoint.codec import decode
-from offload.checkpoint.content import BUFFER, MASTER, OTHER, TENSORS, VALUE, SavedState, read_state
-from offload.checkpoint.manifest import read_manifest, verify
+from offload.checkpoint.content import BUFFER, MASTER, OTHER, VALUE, SavedState, read_state
+from offload.checkpoint.manifest import STATE, TENSORS, read_manifest, verify
 from offload.checkpoint.save import PIECE, STORED, checked, group_names, persistent_buffers, stored_moments
 from offload.checkpoint.tensorfile import Entry, read_header
 from offload.engine.engine import Engine
@@ -41,9 +41,8 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.o
 def restore(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """`load` of a checkpoint that has been verified."""
     engine, adam = checked(model, optimizer, "load()")
-    for name in read_manifest(directory).files:
-        if not (directory / name).is_file():
-            raise CheckpointError(f"{directory / name} is missing, so the checkpoint is not whole; take another")
+    if read_manifest(directory).files.keys() != {STATE, TENSORS}:
+        raise CheckpointError(f"{directory} has other files than {STATE} and {TENSORS}; take another checkpoint")
     state, entries = read_state(directory), read_header(directory / TENSORS)
     check_parameters(directory, state, engine)
     _check_precision(directory, state, engine)
@@ -202,7 +201,7 @@ def _fill_parameter(engine: Engine, record: Record, role: str, file: FileIO, ent
 def _install(engine: Engine, adam: Adam, state: SavedState, settings: list[dict[str, Any]], more: dict[str, dict[str, Any]]) -> None:
     held = {id(p) for group in adam.param_groups for p in group["params"]}
     for record in engine.records:
-        if id(record.parameter) in held:
+        if record.trained and id(record.parameter) in held:
             step = state.parameters[record.name].step
             adam.replace(engine, record, None if step is None else {"step": step} | more.get(record.name, {}))
     for group, saved in zip(adam.param_groups, settings, strict=True):

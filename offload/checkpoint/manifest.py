@@ -21,7 +21,7 @@ import xxhash
 from offload.checkpoint import disk
 from offload.errors import CheckpointError
 
-MANIFEST = "manifest.json"
+MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 FORMAT, VERSION = "offload checkpoint", 1
 JSON_MOST = 1 << 28  # bytes of a JSON file that is read
 _BLOCK = 1 << 20
@@ -46,7 +46,8 @@ class Hashed:
     def write(self, data: memoryview | bytes) -> None:
         disk.write(self._file, data)
         self._hash.update(data)
-        self.nbytes += memoryview(data).nbytes
+        before, self.nbytes = self.nbytes, self.nbytes + memoryview(data).nbytes
+        disk.write_behind(self._file.fileno(), before, self.nbytes)
 
     def listed(self) -> Listed:
         """What the manifest is to say of it, once it is on the drive."""
@@ -87,9 +88,9 @@ def _render(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=1) + "\n").encode()
 
 
-def is_checkpoint(directory: Path) -> bool:
-    """Whether a directory is one, or was; an empty one may become one."""
-    return (directory / MANIFEST).is_file() or (directory.is_dir() and not directory.is_symlink() and not os.listdir(directory))
+def may_replace(directory: Path) -> bool:
+    """Whether a directory has nothing but what a checkpoint has, whole or not."""
+    return directory.is_dir() and not directory.is_symlink() and {MANIFEST, STATE, TENSORS}.issuperset(os.listdir(directory))
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -12,8 +12,8 @@ from torch import nn
 
 from offload.checkpoint import disk
 from offload.checkpoint.codec import Encoder
-from offload.checkpoint.content import BUFFER, MASTER, OTHER, STATE, TENSORS, VALUE, SavedGroup, SavedParameter, SavedPrecision, SavedState
-from offload.checkpoint.manifest import Manifest, is_checkpoint
+from offload.checkpoint.content import BUFFER, MASTER, OTHER, VALUE, SavedGroup, SavedParameter, SavedPrecision, SavedState
+from offload.checkpoint.manifest import STATE, TENSORS, Manifest, may_replace
 from offload.checkpoint.tensorfile import arrange, header
 from offload.engine.engine import Engine
 from offload.engine.record import DTYPE_NAMES, DTYPES, Record
@@ -49,7 +49,7 @@ def save(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.o
     target = Path(os.path.abspath(directory))
     state, tensors = _gather(engine, adam, extra)
     try:
-        with disk.replacing(target, is_checkpoint) as where:
+        with disk.replacing(target, may_replace) as where:
             _write(where, state, tensors)
     except SwapError:
         raise
