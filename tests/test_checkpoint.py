@@ -551,6 +551,20 @@ def test_another_precision(saved: tuple[Path, Any, offload.optim.AdamW], prepare
         offload.load(saved[0], model, adam(model))
 
 
+def test_another_seed(prepared: Prepared, tmp_path: Path) -> None:
+    """Matters where moments are rounded at random."""
+    for moments in ("fp32", "int8"):
+        precision = offload.Precision(moments=moments)  # type: ignore[arg-type]
+        model, optimizer = trained(prepared, precision=precision, seed=1)
+        offload.save(tmp_path / "at", model, optimizer)
+        twin = prepared(net(), precision=precision)
+        if moments == "fp32":
+            offload.load(tmp_path / "at", twin, adam(twin))
+        else:
+            with pytest.raises(CheckpointError, match="seed=1"):
+                offload.load(tmp_path / "at", twin, adam(twin))
+
+
 def test_another_optimizer(saved: tuple[Path, Any, offload.optim.AdamW], prepared: Prepared, tmp_path: Path) -> None:
     model = prepared(net(), precision=BF16)
     some = [p for p in model.parameters() if p.ndim > 1]

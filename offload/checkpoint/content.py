@@ -4,7 +4,7 @@
 Masters are kept in fp32 whatever their form, so a checkpoint goes from one form of master to another to the bit: the digest is the same. What
 is computed afterwards is the same too, but for a split master's parameter, which rounds ties away from zero where the others round to even.
 Moments are kept as they are stored, codes and scales, as decoding and encoding again would change them: they can only go on in the same form.
-Other bits follow another compute dtype from the first step, so that is refused as well.
+Other bits follow another compute dtype from the first step, and another seed where moments are rounded at random: that is refused as well.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class SavedState(_Part):
     """`state.json`. `more` is what else the optimizer's state has of a parameter; it, `settings` and `extra` are encoded (codec.py)."""
 
     precision: SavedPrecision
+    seed: int
     parameters: dict[str, SavedParameter]
     buffers: list[str]
     groups: list[SavedGroup]

@@ -110,6 +110,11 @@ def _check_precision(directory: Path, state: SavedState, engine: Engine) -> None
                 f"{directory} was trained with {key} = {was!r} and the model is prepared with {now!r}, so it could not go on to the bit: "
                 f"give Precision({key}={was!r}), or take its weights alone"
             )
+    if form.moments != "fp32" and state.seed != engine.seed:
+        raise CheckpointError(
+            f"{directory} was trained with moments rounded at random by seed {state.seed}, and the model is prepared with seed {engine.seed}, so it "
+            f"could not go on to the bit: give prepare(..., seed={state.seed})"
+        )
 
 
 def _check_optimizer(directory: Path, state: SavedState, engine: Engine, adam: Adam) -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -62,11 +63,15 @@ class Manifest:
     files: dict[str, Listed] = field(default_factory=dict)
 
     def add(self, directory: Path, name: str, parts: Iterable[memoryview | bytes]) -> None:
-        """Writes a file of the checkpoint, part by part."""
-        with FileIO(directory / name, "xb") as file:
-            out = Hashed(file)
+        """Writes a file of the checkpoint, part by part: one is made while the one before is written."""
+        with FileIO(directory / name, "xb") as file, ThreadPoolExecutor(1, "offload-save") as pool:
+            out, written = Hashed(file), None
             for part in parts:
-                out.write(part)
+                if written is not None:
+                    written.result()
+                written = pool.submit(out.write, part)
+            if written is not None:
+                written.result()
             self.files[name] = out.listed()
 
     def write(self, directory: Path) -> None:

@@ -128,6 +128,7 @@ def _gather(engine: Engine, adam: Adam, extra: Any) -> tuple[SavedState, list[He
             more[record.name] = _encoded(encoder, rest, f"the optimizer's state of {record.name}")
     state = SavedState(
         precision=SavedPrecision(compute=form.compute, master=form.master, moments=form.moments),
+        seed=engine.seed,
         parameters={
             r.name: SavedParameter(
                 dtype=DTYPE_NAMES[r.dtype],

@@ -24,6 +24,7 @@ _MAY_DIFFER = {
     "model": {"path"}, "data": {"source", "eval_sequences"}, "optimizer": set(), "precision": {"master"},
     "train": {"steps", "device", "activations", "updates"},
 }  # fmt: skip  # of a resumed run; so may all of [tiers] and [checkpoint]. Where a model or texts lie is no part of what they are.
+_KEYS = {"step", "run", "scaler", "random", "eval_loss_first", "moved_bytes"}
 
 
 class Checkpoints:
@@ -59,8 +60,9 @@ class Checkpoints:
         """Removes what an interrupted save left."""
         shutil.rmtree(self.path / disk.SAVING, ignore_errors=True)
 
-    def retain(self, keep: int, newest: int) -> None:
-        """Leaves the newest `keep` up to step `newest`, which was just saved; those of later steps were passed over."""
+    def retain(self, keep: int, newest: int, note: Callable[[str], None]) -> None:
+        """Leaves the newest `keep` up to step `newest`, which was just saved; those of later steps were passed over. A run does not end by one
+        that cannot be removed."""
         found = self.all()
         kept = [step for step in found if step <= newest][-keep:]
         for step, path in found.items():
@@ -68,7 +70,7 @@ class Checkpoints:
                 try:
                     disk.remove(path)
                 except OSError as error:
-                    raise CheckpointError(f"cannot remove {path}, of which {keep} newer ones are whole: {error.strerror}") from error
+                    note(f"cannot remove {path}, which {keep} newer ones have outlived: {error.strerror}")
 
 
 def fixed(config: RunConfig) -> dict[str, Any]:
@@ -80,12 +82,12 @@ def fixed(config: RunConfig) -> dict[str, Any]:
 def position(checkpoint: Path, config: RunConfig) -> Mapping[str, Any]:
     """What a run's checkpoint has beside the model, but for tensors. ConfigError where the run file is that of another run."""
     extra = read_state(checkpoint).extra
-    if not isinstance(extra, dict) or not {"run", "step"} <= extra.keys():
+    if not isinstance(extra, dict) or not extra.keys() >= _KEYS or type(extra["step"]) is not int or not isinstance(extra["run"], dict):
         raise CheckpointError(f"{checkpoint} is no checkpoint of `offload train`; offload.load reads it")
     was, now = decode(extra["run"], {}), fixed(config)
     for table, keys in now.items():
         for key, value in keys.items():
-            before = was.get(table, {}).get(key)
+            before = was.get(table, {}).get(key, value)
             if before != value:
                 raise ConfigError(
                     f"{table}.{key} is {value!r} and was {before!r} in the run that {checkpoint} is of: a run goes on as it was. "

@@ -213,7 +213,7 @@ class Trainer:
         with self._runtime.uncounted():
             offload.save(self._checkpoints.at(step), self._model, self._optimizer, extra)
         self._saved = step
-        self._checkpoints.retain(self._config.checkpoint.keep, step)
+        self._checkpoints.retain(self._config.checkpoint.keep, step, self._reporter.note)
 
     def _moved(self) -> dict[str, int]:
         """Bytes moved by the whole run's steps, by link."""
