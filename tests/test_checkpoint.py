@@ -150,6 +150,9 @@ def test_what_goes_with_a_model(prepared: Prepared, tmp_path: Path) -> None:
         optimizer = offload.optim.AdamW(groups, lr=1.0)
         return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
+    deep: Any = 10**400
+    for i in range(62):
+        deep = {i: (deep,)} if i % 2 else [deep]
     model, optimizer, scheduler = make(1)
     model.norm(noise((4, 5)))
     give(model, 1)
@@ -159,7 +162,8 @@ def test_what_goes_with_a_model(prepared: Prepared, tmp_path: Path) -> None:
     with torch.no_grad():
         model.mask[0, 0] = False
         model.passing += 1
-    extra = {"a": [1, 2.5, None, True, "é"], 3: (b"\0\xff", float("-inf")), "t": {"bf": noise((2, 3), dtype=torch.bfloat16), "none": torch.empty(0)},
+    extra = {"a": [1, 2.5, None, True, "é\ud800"], "deep": deep,
+             3: (b"\0\xff", float("-inf")), "t": {"bf": noise((2, 3), dtype=torch.bfloat16), "none": torch.empty(0)},
              "scheduler": scheduler.state_dict(), "p": model.out.weight}  # fmt: skip
     offload.save(tmp_path / "at", model, optimizer, extra)
 
@@ -169,7 +173,7 @@ def test_what_goes_with_a_model(prepared: Prepared, tmp_path: Path) -> None:
     assert digest(twin) == digest(model)
     same(back["p"], model.out.weight.clone().detach())
     same(back["t"]["bf"], extra["t"]["bf"])
-    assert back["a"] == extra["a"] and back[3] == extra[3] and back["t"]["none"].shape == (0,)
+    assert back["a"] == extra["a"] and back["deep"] == deep and back[3] == extra[3] and back["t"]["none"].shape == (0,)
     assert resumed.state[twin.out.bias]["mine"] == [1, (2.5, None)]
     for name, buffer in twin.named_buffers():
         assert (name == "passing") != torch.equal(buffer, dict(model.named_buffers())[name]), name

@@ -26,7 +26,7 @@ class Encoder:
     def encode(self, value: Any, where: str, depth: int = 0) -> Any:
         """ConfigError, with `where` it is, for what cannot be kept so that it reads as it was."""
         if depth > DEEPEST:
-            raise ConfigError(f"{where} is nested more than {DEEPEST} deep, or in itself; flatten it to save it")
+            raise ConfigError(f"{where:.80}... is nested more than {DEEPEST} deep, or in itself; flatten it to save it")
         kind = type(value)
         if value is None or kind in (bool, int, str):
             return value

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from offload.checkpoint.manifest import STATE, read_json_bytes
+from offload.checkpoint.manifest import STATE, parse, read_json_bytes
 from offload.errors import CheckpointError
 
 # Names of tensors are ROLE/NAME: a frozen parameter has a value, a trained one a master and, once stepped, what `moments` says.
@@ -73,7 +73,7 @@ def read_state(directory: Path) -> SavedState:
     """CheckpointError for what cannot be one."""
     path = directory / STATE
     try:
-        return SavedState.model_validate_json(read_json_bytes(path))
+        return SavedState.model_validate(parse(path, read_json_bytes(path)))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
