@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from offload import ops, optim
     from offload.api import plan, prepare, runtime
     from offload.checkpoint.export import save_pretrained
+    from offload.checkpoint.load import load
+    from offload.checkpoint.save import save
     from offload.checkpoint.weights import load_pretrained
     from offload.memory.swap import SwapFile
     from offload.optim import clip_grad_norm_
@@ -22,16 +24,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "BudgetError", "CheckpointError", "ConfigError", "OffloadError", "PlanError", "Precision", "SwapError", "SwapFile", "Tiers",
-    "clip_grad_norm_", "load_pretrained", "ops", "optim", "plan", "prepare", "runtime", "save_pretrained",
+    "clip_grad_norm_", "load", "load_pretrained", "ops", "optim", "plan", "prepare", "runtime", "save", "save_pretrained",
 ]  # fmt: skip
 
 _LAZY = {
     "SwapFile": "offload.memory.swap",
     "clip_grad_norm_": "offload.optim",
+    "load": "offload.checkpoint.load",
     "load_pretrained": "offload.checkpoint.weights",
     "plan": "offload.api",
     "prepare": "offload.api",
     "runtime": "offload.api",
+    "save": "offload.checkpoint.save",
     "save_pretrained": "offload.checkpoint.export",
 }
 

@@ -336,8 +336,6 @@ class RunConfig(_Table):
 
     def _refuse(self, path: str) -> None:
         try:
-            if self.checkpoint is not None:
-                raise ConfigError("[checkpoint] is not available in this version: leave the table out")
             if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
                 raise ConfigError("several ranks are not available in this version: start one process")
             check_updates(self.updates_value(), self.precision_value())

@@ -146,7 +146,7 @@ def test_refusals_name_the_key(run: Path, override: str, says: str) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["checkpoint.every=20", "train.stage=1"],
+    ["train.stage=1"],
 )
 def test_what_comes_later_is_refused_and_not_ignored(run: Path, override: str) -> None:
     assert "not available in this version" in refusal(run, override)

@@ -8,8 +8,6 @@ reads a mixture of two models.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import fcntl
 import json
 import logging
@@ -25,6 +23,7 @@ from pathlib import Path
 import torch
 import xxhash
 
+from offload.checkpoint.disk import exchange
 from offload.config import format_size
 from offload.errors import CheckpointError, OffloadError
 
@@ -237,19 +236,10 @@ def _exchange(partial: Path, directory: Path, new: set[str]) -> bool:
                 os.link(path, partial / path.name)
         partial.chmod(directory.stat().st_mode & 0o7777)
         _sync(partial)
-        _renameat2(partial, directory)
+        exchange(partial, directory)
     except OSError:
         return False
     return True
-
-
-def _renameat2(a: Path, b: Path) -> None:
-    """Each takes the other's place, at once."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    if rename(-100, os.fsencode(a), -100, os.fsencode(b), 2):  # AT_FDCWD, RENAME_EXCHANGE
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(b))
 
 
 def _replace(partial: Path, directory: Path, new: set[str]) -> None:

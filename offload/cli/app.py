@@ -43,11 +43,11 @@ def train(
     as_json: Json = False,
 ) -> int:
     """Train, and write a run directory."""
-    if resume is not None:
-        raise ConfigError("--resume is not available in this version: start a run with --out")
+    if resume is not None and out is not None:
+        raise ConfigError("--resume names the run directory: leave --out away")
     from offload.cli.train import train_command
 
-    return train_command(run, [*(set_ or []), *ctx.args], out, as_json)
+    return train_command(run, [*(set_ or []), *ctx.args], out, resume, as_json)
 
 
 @app.command(context_settings=_EXTRA)

@@ -41,9 +41,10 @@ def _text(summary: dict[str, Any]) -> str:
     peak, budget = summary["peak_bytes"], summary["budget_bytes"]
     tiers = ", ".join(f"{tier} {format_size(peak[tier])} of {format_size(budget[tier])}" for tier in budget)
     rate = f"{summary['step_seconds_median']:.3f} s a step, {summary['tokens_per_second']:.0f} tokens/s" if summary["steps"] else "no step"
+    saved = f"; `--resume` goes on from {summary['checkpoint']}" if summary["interrupted"] and summary["checkpoint"] else ""
     return "\n".join(
         [
-            f"{summary['steps']} steps{' (interrupted)' if summary['interrupted'] else ''}, {summary['tokens']} tokens, {rate}",
+            f"{summary['steps']} steps{' (interrupted)' if summary['interrupted'] else ''}, {summary['tokens']} tokens, {rate}{saved}",
             f"loss {change(summary['loss_first'], summary['loss_last'])}, held out {change(summary['eval_loss_first'], summary['eval_loss_last'])}",
             f"state {format_size(summary['state_bytes'])}; peaks: {tiers}, resident {format_size(peak['rss'])}",
             f"digest {summary['digest']}",
@@ -51,8 +52,13 @@ def _text(summary: dict[str, Any]) -> str:
     )
 
 
-def train_command(run: str, overrides: Sequence[str], out: str | None, as_json: bool) -> int:
-    """Trains as the run file says; the exit code is 0, or 128 + the signal that ended the run."""
+def _saved(summary: dict[str, Any]) -> bool:
+    """Whether a checkpoint has all of the run's steps."""
+    return bool(summary["checkpoint"] == f"step-{summary['steps']:08d}")
+
+
+def train_command(run: str, overrides: Sequence[str], out: str | None, resume: str | None, as_json: bool) -> int:
+    """Trains as the run file says; the exit code is 0, or 128 + the signal that ended the run before its last step was saved."""
     config = RunConfig.load(run, overrides)
     with _signals() as came:
         import transformers
@@ -61,6 +67,6 @@ def train_command(run: str, overrides: Sequence[str], out: str | None, as_json: 
 
         transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         warnings.filterwarnings("ignore", category=FutureWarning)
-        summary = train(config, out or str(Path("runs") / Path(run).stem), stopped=lambda: came() != 0)
+        summary = train(config, resume or out or str(Path("runs") / Path(run).stem), resume=resume is not None, stopped=lambda: came() != 0)
         emit(summary, as_json, _text)
-        return 128 + came() if summary["interrupted"] else 0
+        return 128 + came() if summary["interrupted"] and not _saved(summary) else 0

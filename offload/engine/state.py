@@ -11,7 +11,7 @@ from offload import ops
 from offload.engine.background import Background
 from offload.engine.record import DTYPES, Record, Unit
 from offload.memory.shard import Shard
-from offload.planner.form import GROUP, MOMENTS, StateForm, scale_of
+from offload.planner.form import GROUP, MOMENTS, Part, StateForm, scale_of
 from offload.planner.layout import round_up
 
 
@@ -125,14 +125,17 @@ class State:
         """Stores a whole value: in the master, and in the copy that is computed with. `ready=False` while preparing or initialising."""
         self.write_parts(record, [value.detach().to(device="cpu", dtype=record.dtype).contiguous().view(-1)], ready=ready)
 
-    def write_parts(self, record: Record, parts: Iterable[torch.Tensor], *, ready: bool = True) -> None:
-        """Stores a whole value given in flat parts, in order, in any dtype. The record counts as written at the end."""
+    def write_parts(self, record: Record, parts: Iterable[torch.Tensor], *, ready: bool = True, exact: bool = False) -> None:
+        """Stores a whole value given in flat parts, in order, in any dtype. The record counts as written at the end.
+
+        They are rounded to the parameter's dtype first, as by an assignment to it; `exact`: they are masters, and kept as they are.
+        """
         if ready:
             self._before(record, False)
         record.version += 1
         at = 0
         for part in parts:
-            flat = part.to(record.dtype)
+            flat = part if exact else part.to(record.dtype)
             if record.trained and self.form.master != "own":
                 for where in self._stretches(record, at, at + flat.numel()):
                     self._write_master(record, where, flat[where.first - at : where.stop - at])
@@ -179,6 +182,27 @@ class State:
             out = torch.empty(where.numel, dtype=torch.float32)
             self._read(record, role, where, out)
             yield out
+
+    # What a checkpoint holds: masters in fp32, whatever their form, and moments to the bit, as they are stored
+
+    def kept_moments(self) -> list[Part]:
+        """The arrays that moments are stored in."""
+        return [part for part in self.form.parts if part.role.startswith(MOMENTS)]
+
+    def stream_stored(self, record: Record, role: str) -> Iterator[torch.Tensor]:
+        """A part of the state as it is stored, in order, at most a chunk at a time."""
+        self._before(record, True)
+        for where in self._stretches(record):
+            yield self._read_part(record, role, where)
+
+    def write_stored(self, record: Record, role: str, read: Callable[[torch.Tensor], None]) -> None:
+        """Stores a whole part of the state, of which `read` fills one tensor after another, as it is."""
+        self._before(record, False)
+        part = self.form.part(role)
+        for where in self._stretches(record):
+            stored = torch.empty(part.numel(where.numel), dtype=DTYPES[part.dtype])
+            read(stored)
+            self._write_part(record, role, where, stored)
 
     def _read(self, record: Record, role: str, where: _Stretch, out: torch.Tensor) -> None:
         """Fills `out`, fp32, with values of "master", "exp_avg" or "exp_avg_sq"."""

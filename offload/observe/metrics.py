@@ -26,7 +26,7 @@ class MetricsWriter:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
-        self._queue: queue.Queue[str | None] = queue.Queue(BACKLOG)
+        self._queue: queue.Queue[str | threading.Event | None] = queue.Queue(BACKLOG)
         self._error: OSError | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._drain()), name="offload-metrics", daemon=True)
         self._thread.start()
@@ -36,14 +36,21 @@ class MetricsWriter:
         broken = False
         file = None
         while (line := await loop.run_in_executor(None, self._queue.get)) is not None:
-            if broken:
-                continue
             try:
+                if isinstance(line, threading.Event):
+                    if file is not None and not broken:
+                        os.fsync(file.fileno())
+                    line.set()
+                    continue
+                if broken:
+                    continue
                 file = file or await aiofiles.open(self._path, "a")
                 await file.write(line)
                 await file.flush()
             except OSError as error:
                 self._error, broken = error, True
+                if isinstance(line, threading.Event):
+                    line.set()
         if file is not None:
             try:
                 await file.close()
@@ -59,6 +66,13 @@ class MetricsWriter:
         """Queues `record` as a line of JSON."""
         self._check()
         self._queue.put(json.dumps(record) + "\n")
+
+    def sync(self) -> None:
+        """Returns when every record is on the drive."""
+        reached = threading.Event()
+        self._queue.put(reached)
+        reached.wait()
+        self._check()
 
     def close(self) -> None:
         """Returns when every record is written."""

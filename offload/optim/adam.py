@@ -213,6 +213,28 @@ class Adam(torch.optim.Optimizer):
             if role not in values:
                 values[role] = engine.moment(record, role)
 
+    # Checkpoints (offload/checkpoint)
+
+    def settle(self, engine: Engine) -> dict[int, _Values]:
+        """Brings all moments to where they rest. Of each parameter of the engine's that has a state, by number: what it is."""
+        with torch.no_grad():
+            held = [home for group in self.param_groups for p in group["params"] if self.state.get(p) and (home := record_of(p)) is not None]
+            for owner, record in held:
+                if owner is engine:
+                    _check_values(record, self.state[record.parameter])
+                    self._begin(engine, record)
+        return {record.number: self.state[record.parameter] for owner, record in held if owner is engine}
+
+    def replace(self, engine: Engine, record: Record, values: _Values | None) -> None:
+        """The parameter starts afresh (None), or its moments are those that rest now, and `values` its step and whatever else its state has."""
+        self.state.pop(record.parameter, None)
+        if values is None:
+            engine.state.start_moments(record)
+        else:
+            engine.state.replace_moments(record)
+            self.state[record.parameter] = {k: v for k, v in values.items() if k != "step"}
+            self._note(engine, record, int(values["step"]))
+
     # Loading
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import offload
+from offload.checkpoint.load import restore
 from offload.config import RunConfig
 from offload.errors import ConfigError, OffloadError
 from offload.observe import base
@@ -21,10 +22,11 @@ from offload.observe.metrics import MetricsWriter
 from offload.planner.cost import Traffic
 from offload.planner.placement import Plan
 from offload.train import loss, model
+from offload.train.checkpoints import Checkpoints, fixed, position, random_state, set_random_state
 from offload.train.data import PackedSequences, RandomSequences, Source, find_files, has_tokenizer, micro_batch, split
 from offload.train.estimate import Estimate, estimate
 from offload.train.progress import Reporter
-from offload.train.rundir import RunDirectory
+from offload.train.rundir import CHECKPOINTS, METRICS, SUMMARY, RunDirectory
 from offload.train.schedule import learning_rate
 from offload.train.tokenize import Tokenizing
 
@@ -74,12 +76,16 @@ class Trainer:
         self._scaled = "fp16" in (config.precision.compute, config.precision.grad)
         self._scaler = torch.amp.GradScaler("cuda" if self._device == "cuda" else "cpu", enabled=self._scaled)
         self._said_small = False
-        self._records: list[dict[str, Any]] = []
+        self._checkpoints = Checkpoints(directory.path / CHECKPOINTS)
+        self._records: list[dict[str, Any]] = []  # of the whole run
+        self._resumed: dict[str, Any] = {"step": 0}  # what the checkpoint that this goes on from has beside the model
+        self._saved: int | None = None  # the step of the newest checkpoint
         # the step whose seconds are not known yet, its start, and the stalls until then
         self._pending: tuple[dict[str, Any], float, dict[str, float]] | None = None
 
-    def open(self, closing: ExitStack) -> None:
-        """Measures the base, builds the model in its tiers and the optimizer over it; `closing` takes what must be closed."""
+    def open(self, closing: ExitStack, checkpoint: Path | None = None) -> None:
+        """Measures the base, builds the model in its tiers and the optimizer over it, with what a verified `checkpoint` has where one is given;
+        `closing` takes what must be closed."""
         config, data = self._config, self._config.data
         model_config = model.load_config(config.model)
         vocab_size = int(model_config.get_text_config().vocab_size)
@@ -108,19 +114,36 @@ class Trainer:
         self._runtime: Any = offload.runtime(self._model)
         closing.callback(self._runtime.close)
         self._predicted = self._prediction()
-        if config.model.path is not None:
+        if config.model.path is not None and checkpoint is None:
             offload.load_pretrained(self._model, config.model.path)
         chosen = config.optimizer
         kind = offload.optim.AdamW if chosen.name == "adamw" else offload.optim.Adam
         self._optimizer: Any = kind(
             self._model.parameters(), lr=chosen.lr, betas=(chosen.betas[0], chosen.betas[1]), eps=chosen.eps, weight_decay=chosen.weight_decay
         )
+        if checkpoint is not None:
+            self._resume(checkpoint)
         if config.precision.compute == "fp16" and self._device != "cuda":
             self._reporter.note("fp16 on a CPU is for trials: most have no fp16 arithmetic, and bf16 is several times as fast")
         self._head: nn.Linear | None = loss.plain_head(self._model) if toy.in_chunks else None
         if self._head is None:
             why = f" (a small model of the kind: {toy.trouble})" if toy.trouble else ""
             self._reporter.note(f"{model_config.model_type}: the loss is computed from all logits at once{why}")
+
+    def _resume(self, checkpoint: Path) -> None:
+        self._resumed = restore(checkpoint, self._model, self._optimizer)
+        self._saved = int(self._resumed["step"])
+        self._records = self._directory.records(self._saved)
+        self._scaler.load_state_dict(self._resumed["scaler"])
+        self._reporter.note(f"goes on from {checkpoint}")
+
+    def begin(self) -> None:
+        """The run can start, or go on: an earlier one is replaced, or what it did after the checkpoint."""
+        self._checkpoints.sweep()
+        if self._saved is not None:
+            self._directory.resume(self._config.to_toml(), self._records)
+        elif self._directory.begin(self._config.to_toml()):
+            self._reporter.note(f"{self._directory.path}: the run that was there is replaced")
 
     def _measured(self, model_config: Any, planned: Plan, in_chunks: bool) -> Estimate | None:
         """What a step may take here, or None, said aloud, where that cannot be found out."""
@@ -147,21 +170,55 @@ class Trainer:
         stats = self._runtime.stats()
         for note in stats["notes"]:
             self._reporter.note(note)
-        first = self._evaluate("before")
+        self._first = self._evaluate("before") if self._saved is None else self._resumed["eval_loss_first"]
         self._runtime.reset_counters()
+        if self._saved is not None:
+            set_random_state(self._resumed["random"])
         with self._traced():
-            for step in range(self._config.train.steps):
+            for step in range(self._resumed["step"], self._config.train.steps):
                 if stopped():
                     break
                 self._step(step)
-            self._runtime.synchronize()
-            self._finish_step(time.perf_counter())
+                if self._config.checkpoint is not None and (step + 1) % self._config.checkpoint.every == 0:
+                    self._save()
+            self._settle()
+        if self._config.checkpoint is not None and self._records and self._saved != len(self._records):
+            self._save()
         interrupted = len(self._records) < self._config.train.steps
         last = None if interrupted else self._evaluate("after")
-        summary = self._summary(first, last, interrupted)
+        summary = self._summary(last, interrupted)
         self._metrics.close()
-        self._directory.write_json("summary.json", summary)
+        self._directory.write_json(SUMMARY, summary)
         return summary
+
+    def _settle(self) -> None:
+        """Returns when the last step is over, and its record written."""
+        self._runtime.synchronize()
+        self._finish_step(time.perf_counter())
+
+    def _save(self) -> None:
+        """Saves a checkpoint of the steps so far. CheckpointError where that cannot be done; the one before is then as it was."""
+        assert self._config.checkpoint is not None
+        self._settle()
+        self._metrics.sync()
+        step = len(self._records)
+        extra = {
+            "step": step,
+            "run": fixed(self._config),
+            "scaler": self._scaler.state_dict(),
+            "random": random_state(),
+            "eval_loss_first": self._first,
+            "moved_bytes": self._moved(),
+        }
+        with self._runtime.uncounted():
+            offload.save(self._checkpoints.at(step), self._model, self._optimizer, extra)
+        self._saved = step
+        self._checkpoints.retain(self._config.checkpoint.keep, step, self._reporter.note)
+
+    def _moved(self) -> dict[str, int]:
+        """Bytes moved by the whole run's steps, by link."""
+        before = self._resumed.get("moved_bytes", {})
+        return {link: n + before.get(link, 0) for link, n in self._runtime.stats()["moved_bytes"].items()}
 
     @contextmanager
     def _traced(self) -> Iterator[None]:
@@ -260,7 +317,7 @@ class Trainer:
         self._reporter.note(f"held-out loss {when}: {total / count:.4f}")
         return total / count
 
-    def _summary(self, eval_first: float | None, eval_last: float | None, interrupted: bool) -> dict[str, Any]:
+    def _summary(self, eval_last: float | None, interrupted: bool) -> dict[str, Any]:
         records, runtime = self._records, self._runtime
         losses, seconds = [r["loss"] for r in records], [r["seconds"] for r in records]
         tokens = sum(r["tokens"] for r in records)
@@ -273,7 +330,7 @@ class Trainer:
             "loss_first": losses[0] if losses else None,
             "loss_last": losses[-1] if losses else None,
             "losses": losses,
-            "eval_loss_first": eval_first,
+            "eval_loss_first": self._first,
             "eval_loss_last": eval_last,
             "step_seconds_median": statistics.median(seconds) if seconds else None,
             "tokens_per_second": tokens / sum(seconds) if seconds else None,
@@ -284,34 +341,51 @@ class Trainer:
             **counters,
             "stall_seconds": {cause: sum(r["stall_seconds"][cause] for r in records) for cause in counters["stall_seconds"]},
             "compute_seconds": sum(r["compute_seconds"] for r in records),
+            "moved_bytes": self._moved(),
+            "checkpoint": self._checkpoints.at(self._saved).name if self._saved is not None else None,
             "version": offload.__version__,
         }
 
-
     def _bound(self, moved: Mapping[str, int]) -> dict[str, Any]:
         """The least a step of this run can take, by the bytes that it moved."""
-        if self._estimate is None or not self._records:
+        steps = len(self._records) - int(self._resumed["step"])
+        if self._estimate is None or not steps:
             return dict.fromkeys(("bound_step_seconds", "limiting_link"))
         plan = self._runtime.plan
-        links = {link: moved[link] // len(self._records) for link in ("nvme_read", "nvme_write", "h2d", "d2h")}
+        links = {link: moved[link] // steps for link in ("nvme_read", "nvme_write", "h2d", "d2h")}
         return self._estimate.bound(
             Traffic(**links, updated=plan.trained), recompute=plan.recomputes, accumulate=self._config.data.accumulate
         )
 
 
-def train(config: RunConfig, out: str, *, stopped: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+def train(config: RunConfig, out: str, *, resume: bool = False, stopped: Callable[[], bool] = lambda: False) -> dict[str, Any]:
     """Trains as `config` says and leaves the run in directory `out`; returns the summary.
 
-    `stopped` is asked before each step; a run that it ends has a summary marked `interrupted`, without digest and last evaluation.
-    An earlier run in `out` is replaced once this one is ready to start.
+    `stopped` is asked before each step; a run that it ends has a summary marked `interrupted`, without digest and last evaluation, and a checkpoint
+    of its last step if it has any. An earlier run in `out` is replaced once this one is ready to start, unless it has checkpoints, which is a
+    ConfigError. With `resume` the run goes on from the newest checkpoint that is whole, or starts where there is none; one that came to its end
+    is left as it is.
     """
     with ExitStack() as closing:
         directory = closing.enter_context(RunDirectory(out))
         reporter = Reporter(config.train.steps)
         closing.callback(reporter.close)
-        metrics = closing.enter_context(MetricsWriter(directory.path / "metrics.jsonl"))
+        checkpoints = Checkpoints(directory.path / CHECKPOINTS)
+        if not resume and checkpoints.all():
+            raise ConfigError(
+                f"{directory.path} has checkpoints: --resume {out} goes on from them; or delete {checkpoints.path}, or give another --out"
+            )
+        finished = directory.finished(config.train.steps) if resume else None
+        if finished is not None:
+            reporter.note(f"{directory.path}: the run is finished")
+            return finished
+        newest = checkpoints.newest_whole(reporter.note) if resume else None
+        if resume and newest is None:
+            reporter.note(f"{directory.path} has no checkpoint yet: the run starts from the start")
+        if newest is not None:
+            position(newest[1], config)
+        metrics = closing.enter_context(MetricsWriter(directory.path / METRICS))
         trainer = Trainer(config, directory, reporter, metrics)
-        trainer.open(closing)
-        if directory.begin(config.to_toml()):
-            reporter.note(f"{directory.path}: the run that was there is replaced")
+        trainer.open(closing, newest[1] if newest is not None else None)
+        trainer.begin()
         return trainer.run(stopped)

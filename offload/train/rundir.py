@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 from offload.errors import ConfigError
 from offload.train import tokenize
 
-_OWN = {"config.toml", "metrics.jsonl", "summary.json", "trace.json.gz", "report.html", ".lock"}
+METRICS, SUMMARY, CHECKPOINTS = "metrics.jsonl", "summary.json", "checkpoints"
+_OWN = {"config.toml", METRICS, SUMMARY, CHECKPOINTS, "trace.json.gz", "report.html", ".lock"}
 _SCRATCH = (tokenize.PREFIX, ".partial-")
 
 
@@ -23,7 +25,8 @@ def _own(name: str) -> bool:
 
 
 class RunDirectory:
-    """A locked run directory, made if missing; what an earlier run left in it is replaced by `begin`, anything else in it is a refusal.
+    """A locked run directory, made if missing; what an earlier run left in it is replaced by `begin`, anything else in it is a refusal. `resume`
+    goes on with it.
 
     Raises `ConfigError` where another run is live in it, where it holds other files, and where it cannot be written.
     """
@@ -68,13 +71,45 @@ class RunDirectory:
         return names
 
     def begin(self, config: str) -> bool:
-        """Removes an earlier run, now that this one can start, and writes `config.toml`; whether there was one."""
+        """Removes an earlier run, now that this one can start, and writes `config.toml`; whether there was one. Checkpoints stay."""
         try:
-            removed = self._remove(lambda name: name in _OWN - {".lock"})
+            removed = self._remove(lambda name: name in _OWN - {".lock", CHECKPOINTS})
         except OSError as error:
             raise ConfigError(f"cannot write a run to {self.path}: {error.strerror}") from None
         self.write("config.toml", config)
         return bool(removed)
+
+    def finished(self, steps: int) -> dict[str, Any] | None:
+        """The summary of the run that is here, if it came to the end of `steps` steps."""
+        try:
+            summary = json.loads((self.path / SUMMARY).read_text())
+            done = not summary["interrupted"] and summary["steps"] >= steps
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return summary if done else None
+
+    def records(self, steps: int) -> list[dict[str, Any]]:
+        """What `metrics.jsonl` has of the first `steps` steps. ConfigError where it lacks any."""
+        path = self.path / METRICS
+        records: list[dict[str, Any]] = []
+        try:
+            with open(path, "rb") as file:
+                for line in itertools.islice(file, steps):
+                    records.append(json.loads(line))
+            good = [r["step"] for r in records] == list(range(1, steps + 1)) or not steps
+        except FileNotFoundError:
+            good = not steps
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} cannot be read back to step {steps}, so the run cannot go on: {error}; start another with --out") from None
+        if not good:
+            raise ConfigError(f"{path} lacks steps before {steps}, where the checkpoint is, so the run cannot go on; start another with --out")
+        return records
+
+    def resume(self, config: str, records: Sequence[dict[str, Any]]) -> None:
+        """Cuts `metrics.jsonl` back to these records, and writes `config.toml`, now that the run can go on."""
+        self._remove(lambda name: name in (SUMMARY, "report.html"))
+        self.write(METRICS, "".join(json.dumps(record) + "\n" for record in records))
+        self.write("config.toml", config)
 
     def write(self, name: str, text: str) -> None:
         """Writes a file that is whole or absent, whenever the machine stops."""

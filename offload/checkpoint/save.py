@@ -1,0 +1,184 @@
+"""Writing a checkpoint: a model, its optimizer and whatever goes with them, in pieces, each byte once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from offload.checkpoint import disk
+from offload.checkpoint.codec import Encoder
+from offload.checkpoint.content import BUFFER, MASTER, OTHER, VALUE, SavedGroup, SavedParameter, SavedPrecision, SavedState
+from offload.checkpoint.manifest import STATE, TENSORS, Manifest, may_replace
+from offload.checkpoint.tensorfile import arrange, header
+from offload.engine.engine import Engine
+from offload.engine.record import DTYPE_NAMES, DTYPES, Record
+from offload.engine.registry import engine_of, record_of
+from offload.errors import CheckpointError, ConfigError, SwapError
+from offload.optim.adam import Adam
+
+PIECE = 1 << 20  # elements moved at once
+STORED = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
+}  # fmt: skip
+
+
+class Held(NamedTuple):
+    """A tensor to write: its values come in flat CPU tensors, in order."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: Callable[[], Iterable[torch.Tensor]]
+
+
+def save(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None) -> None:
+    """Writes a checkpoint from which `load` goes on to the bit: parameters, masters, moments, steps, param groups, persistent buffers, `extra`.
+
+    `extra` has None, bool, int, float, str, bytes, list, tuple, dict and tensors; so have the state dicts of schedulers and scalers. Gradients are
+    not kept: save after `step()`. The directory is whole or absent, whatever happens; one that was there before stays until it is replaced at
+    once. Memory for a few pieces of at most 8 MiB is taken beside the budgets. Raises `CheckpointError` where it cannot be written, `ConfigError`
+    for an `extra` that cannot be kept and for an optimizer that is not offload.optim's, `SwapError`.
+    """
+    engine, adam = checked(model, optimizer, "save()")
+    target = Path(os.path.abspath(directory))
+    state, tensors = _gather(engine, adam, extra)
+    try:
+        with disk.replacing(target, may_replace) as where:
+            _write(where, state, tensors)
+    except SwapError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot save to {target}: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}; what was there before is "
+            "as it was. Make room or mend the drive and save again, or save elsewhere"
+        ) from error
+
+
+def _write(where: Path, state: SavedState, tensors: list[Held]) -> None:
+    entries = arrange((t.name, STORED[t.dtype], t.shape) for t in tensors)
+    of = {t.name: t for t in tensors}
+    manifest = Manifest()
+    manifest.add(where, TENSORS, _bytes(header(entries), (of[name] for name in entries)))
+    manifest.add(where, STATE, [state.render()])
+    manifest.write(where)
+
+
+def _bytes(first: bytes, tensors: Iterable[Held]) -> Iterator[memoryview | bytes]:
+    yield first
+    for tensor in tensors:
+        for part in tensor.parts():
+            yield part.view(torch.uint8).numpy().data
+
+
+def checked(model: nn.Module, optimizer: torch.optim.Optimizer, doing: str) -> tuple[Engine, Adam]:
+    """The engine, with nothing under way, and the optimizer, which holds parameters of this model alone. OffloadError."""
+    engine = engine_of(model)
+    if not isinstance(optimizer, Adam):
+        raise ConfigError(f"{doing} takes an optimizer of offload.optim, not {type(optimizer).__module__}.{type(optimizer).__qualname__}")
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            home = record_of(p)
+            if home is None or home[0] is not engine:
+                raise ConfigError(f"the optimizer holds a parameter of shape {tuple(p.shape)} that is not of this model; give each model its own")
+    engine.early.refuse(doing)
+    engine.synchronize()
+    return engine, optimizer
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Those that a state dict has, each once."""
+    skipped = {id(b) for m in model.modules() for name, b in m._buffers.items() if name in m._non_persistent_buffers_set}
+    return {name: b for name, b in model.named_buffers() if id(b) not in skipped}
+
+
+def tied_names(model: nn.Module, engine: Engine) -> dict[int, list[str]]:
+    """By number of parameter, every name that it has."""
+    numbers = {id(r.parameter): r.number for r in engine.records}
+    names: dict[int, list[str]] = {r.number: [] for r in engine.records}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names[numbers[id(p)]].append(name)
+    return names
+
+
+def group_names(engine: Engine, adam: Adam) -> list[list[str]]:
+    """The parameters of each param group."""
+    names = {id(r.parameter): r.name for r in engine.records}
+    return [[names[id(p)] for p in group["params"]] for group in adam.param_groups]
+
+
+def _gather(engine: Engine, adam: Adam, extra: Any) -> tuple[SavedState, list[Held]]:
+    """What to write. Nothing is read yet but what moments are to be brought to their place."""
+    moved, encoder = adam.settle(engine), Encoder()
+    names, form = tied_names(engine.model, engine), engine.plan.form
+    buffers = persistent_buffers(engine.model)
+    groups = [
+        SavedGroup(parameters=held, settings=_encoded(encoder, {k: v for k, v in group.items() if k != "params"}, f"param_groups[{i}]"))
+        for i, (held, group) in enumerate(zip(group_names(engine, adam), adam.param_groups, strict=True))
+    ]
+    more = {}
+    for record in engine.records:
+        rest = {k: v for k, v in moved.get(record.number, {}).items() if k not in ("step", "exp_avg", "exp_avg_sq")}
+        if rest:
+            more[record.name] = _encoded(encoder, rest, f"the optimizer's state of {record.name}")
+    state = SavedState(
+        precision=SavedPrecision(compute=form.compute, master=form.master, moments=form.moments),
+        seed=engine.seed,
+        parameters={
+            r.name: SavedParameter(
+                dtype=DTYPE_NAMES[r.dtype],
+                shape=list(r.shape),
+                trained=r.trained,
+                step=int(moved[r.number]["step"]) if r.number in moved else None,
+                also=[n for n in names[r.number] if n != r.name],
+            )
+            for r in engine.records
+        },
+        buffers=list(buffers),
+        groups=groups,
+        more=more,
+        skipped=adam.skipped,
+        extra=encoder.encode(extra, "extra"),
+    )
+    tensors = [held for r in engine.records for held in _of_parameter(engine, r, r.number in moved)]
+    tensors += [_plain(f"{BUFFER}/{name}", b, f"buffer {name}") for name, b in buffers.items()]
+    tensors += [_plain(f"{OTHER}/{i}", t, "a tensor in extra or in the optimizer") for i, t in enumerate(encoder.tensors)]
+    return state, tensors
+
+
+def _encoded(encoder: Encoder, value: dict[str, Any], where: str) -> dict[str, Any]:
+    encoded: dict[str, Any] = encoder.encode(value, where)
+    return encoded
+
+
+def _of_parameter(engine: Engine, record: Record, moved: bool) -> Iterator[Held]:
+    if not record.trained:
+        yield Held(f"{VALUE}/{record.name}", record.dtype, tuple(record.shape), lambda: engine.state.stream(record, "value"))
+        return
+    yield Held(f"{MASTER}/{record.name}", torch.float32, tuple(record.shape), lambda: engine.state.stream(record, "master"))
+    for role, dtype, shape in stored_moments(engine, record) if moved else ():
+        yield Held(f"{role}/{record.name}", dtype, shape, lambda role=role: engine.state.stream_stored(record, role))  # type: ignore[misc]
+
+
+def stored_moments(engine: Engine, record: Record) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """Role, dtype and shape of each array that holds a parameter's moments; of scales there is one a group."""
+    for part in engine.state.kept_moments():
+        yield part.role, DTYPES[part.dtype], tuple(record.shape) if part.group == 1 else (part.numel(record.numel),)
+
+
+def _plain(name: str, tensor: torch.Tensor, what: str) -> Held:
+    if tensor.dtype not in STORED or tensor.layout != torch.strided or tensor.is_meta:
+        raise ConfigError(f"{what} is {tensor.dtype}, {tensor.layout} on {tensor.device}, which a checkpoint does not hold; convert it first")
+
+    def parts() -> Iterator[torch.Tensor]:
+        with torch.no_grad():
+            flat = tensor.detach().reshape(-1)
+            for at in range(0, flat.numel(), PIECE):
+                yield flat[at : at + PIECE].to(device="cpu", copy=True)
+
+    return Held(name, tensor.dtype, tuple(tensor.shape), parts)

@@ -1,0 +1,123 @@
+"""The checkpoints of a run: where they lie, which one a run goes on from, which are kept, and what they have beside the model."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload.checkpoint import disk
+from offload.checkpoint.codec import decode
+from offload.checkpoint.content import read_state
+from offload.checkpoint.manifest import verify
+from offload.config import RunConfig
+from offload.errors import CheckpointError, ConfigError
+
+_NAME = re.compile(r"step-(\d{8,})")
+_MAY_DIFFER = {
+    "model": {"path"}, "data": {"source", "eval_sequences"}, "optimizer": set(), "precision": {"master"},
+    "train": {"steps", "device", "activations", "updates"},
+}  # fmt: skip  # of a resumed run; so may all of [tiers] and [checkpoint]. Where a model or texts lie is no part of what they are.
+_KEYS = {"step", "run", "scaler", "random", "eval_loss_first", "moved_bytes"}
+
+
+class Checkpoints:
+    """`checkpoints/` of a run directory, which only its owner changes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def at(self, step: int) -> Path:
+        """That of a number of steps; names sort as they do."""
+        return self.path / f"step-{step:08d}"
+
+    def all(self) -> dict[int, Path]:
+        """By step, from the oldest."""
+        found = {int(m[1]): p for p in self.path.glob("step-*") if (m := _NAME.fullmatch(p.name))}
+        return dict(sorted(found.items()))
+
+    def newest_whole(self, note: Callable[[str], None]) -> tuple[int, Path] | None:
+        """None where there are none; CheckpointError where none of them is whole. Of those that are not the user is told."""
+        trouble: CheckpointError | None = None
+        for step, path in reversed(self.all().items()):
+            try:
+                verify(path)
+                return step, path
+            except CheckpointError as error:
+                trouble = trouble or error
+                note(f"passed over: {error}")
+        if trouble is not None:
+            raise CheckpointError(f"no checkpoint in {self.path} is whole; the newest: {trouble}. Or start another run with --out")
+        return None
+
+    def sweep(self) -> None:
+        """Removes what an interrupted save left."""
+        shutil.rmtree(self.path / disk.SAVING, ignore_errors=True)
+
+    def retain(self, keep: int, newest: int, note: Callable[[str], None]) -> None:
+        """Leaves the newest `keep` up to step `newest`, which was just saved; those of later steps were passed over. A run does not end by one
+        that cannot be removed."""
+        found = self.all()
+        kept = [step for step in found if step <= newest][-keep:]
+        for step, path in found.items():
+            if step not in kept:
+                try:
+                    disk.remove(path)
+                except OSError as error:
+                    note(f"cannot remove {path}, which {keep} newer ones have outlived: {error.strerror}")
+
+
+def fixed(config: RunConfig) -> dict[str, Any]:
+    """What a run goes on with as it was, by table and key."""
+    tables = config.model_dump(include=set(_MAY_DIFFER))
+    return {table: {k: v for k, v in tables[table].items() if k not in free} for table, free in _MAY_DIFFER.items()}
+
+
+def position(checkpoint: Path, config: RunConfig) -> Mapping[str, Any]:
+    """What a run's checkpoint has beside the model, but for tensors. ConfigError where the run file is that of another run."""
+    extra = read_state(checkpoint).extra
+    if not isinstance(extra, dict) or not extra.keys() >= _KEYS or type(extra["step"]) is not int or not isinstance(extra["run"], dict):
+        raise CheckpointError(f"{checkpoint} is no checkpoint of `offload train`; offload.load reads it")
+    was, now = decode(extra["run"], {}), fixed(config)
+    for table, keys in now.items():
+        for key, value in keys.items():
+            before = was.get(table, {}).get(key, value)
+            if before != value:
+                raise ConfigError(
+                    f"{table}.{key} is {value!r} and was {before!r} in the run that {checkpoint} is of: a run goes on as it was. "
+                    "Set it back, or start another run with --out"
+                )
+    if extra["step"] > config.train.steps:
+        raise ConfigError(f"train.steps = {config.train.steps}: {checkpoint} is past that; raise it, or start another run with --out")
+    return extra
+
+
+def random_state() -> dict[str, Any]:
+    """Of every generator that a model may draw from."""
+    kind, keys, *rest = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": random.getstate(),
+        "numpy": (kind, np.asarray(keys).tolist(), *map(_plain, rest)),
+    }
+
+
+def _plain(number: Any) -> int | float:
+    return number.item() if isinstance(number, np.generic) else number  # type: ignore[no-any-return]
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """As `random_state` gave it; that of GPUs where there are as many."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
