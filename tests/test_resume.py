@@ -125,7 +125,7 @@ def test_a_stopped_run_goes_on_elsewhere(calm: Path, tmp_path: Path, stop: int) 
 
 
 def test_what_a_run_did_after_its_checkpoint_is_done_again(calm: Path, copy: Path) -> None:
-    (copy / "out/checkpoints/.saving/step-00000008").mkdir(parents=True)
+    (copy / "out/.saving/step-00000008").mkdir(parents=True)
     with open(copy / "out/metrics.jsonl", "a") as file:
         file.write('{"step": 8, "lo')
     got = train(config(copy), str(copy / "out"), resume=True)

@@ -91,15 +91,18 @@ def opened(path: Path) -> Iterator[FileIO]:
 
 
 @contextmanager
-def replacing(target: Path, may_replace: Callable[[Path], bool]) -> Iterator[Path]:
+def replacing(target: Path, may_replace: Callable[[Path], bool], saving: Path | None = None) -> Iterator[Path]:
     """An empty directory to fill, which then becomes `target`, whole: what was there before stays until that moment, and after any error.
+
+    `saving`: where it lies until then, on the same file system; beside `target` unless given.
 
     CheckpointError where another process saves to the same place, and where `target` is there and `may_replace` says no.
     """
-    where = target.parent / SAVING / target.name
+    where = (saving or target.parent / SAVING) / target.name
     if os.path.lexists(target) and not may_replace(target):
         raise CheckpointError(f"{target} is there and is no checkpoint, so it is not replaced; save to another directory")
     where.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _take(lock, where, target)
@@ -155,9 +158,9 @@ def _swap(where: Path, target: Path, old: Path) -> Path:
     return old
 
 
-def remove(target: Path) -> None:
-    """Deletes a directory; it is gone from its place before the first of its files is."""
-    away = target.parent / SAVING / f"{target.name}.old"
+def remove(target: Path, saving: Path | None = None) -> None:
+    """Deletes a directory; it is gone from its place before the first of its files is. `saving` as in `replacing`."""
+    away = (saving or target.parent / SAVING) / f"{target.name}.old"
     away.parent.mkdir(exist_ok=True)
     shutil.rmtree(away, ignore_errors=True)
     rename(target, away)

@@ -45,11 +45,18 @@ def save(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.o
     once. Memory for a few pieces of at most 8 MiB is taken beside the budgets. Raises `CheckpointError` where it cannot be written, `ConfigError`
     for an `extra` that cannot be kept and for an optimizer that is not offload.optim's, `SwapError`.
     """
+    save_through(None, directory, model, optimizer, extra)
+
+
+def save_through(
+    saving: Path | None, directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any
+) -> None:  # fmt: skip
+    """As `save`; what is being written lies in `saving` until it is whole, or beside `directory`."""
     engine, adam = checked(model, optimizer, "save()")
     target = Path(os.path.abspath(directory))
     state, tensors = _gather(engine, adam, extra)
     try:
-        with disk.replacing(target, may_replace) as where:
+        with disk.replacing(target, may_replace, saving) as where:
             _write(where, state, tensors)
     except SwapError:
         raise

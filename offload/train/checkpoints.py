@@ -31,7 +31,7 @@ class Checkpoints:
     """`checkpoints/` of a run directory, which only its owner changes."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.saving = path, path.parent / disk.SAVING
 
     def at(self, step: int) -> Path:
         """That of a number of steps; names sort as they do."""
@@ -58,7 +58,7 @@ class Checkpoints:
 
     def sweep(self) -> None:
         """Removes what an interrupted save left."""
-        shutil.rmtree(self.path / disk.SAVING, ignore_errors=True)
+        shutil.rmtree(self.saving, ignore_errors=True)
 
     def retain(self, keep: int, newest: int, note: Callable[[str], None]) -> None:
         """Leaves the newest `keep` up to step `newest`, which was just saved; those of later steps were passed over. A run does not end by one
@@ -68,7 +68,7 @@ class Checkpoints:
         for step, path in found.items():
             if step not in kept:
                 try:
-                    disk.remove(path)
+                    disk.remove(path, self.saving)
                 except OSError as error:
                     note(f"cannot remove {path}, which {keep} newer ones have outlived: {error.strerror}")
 

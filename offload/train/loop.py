@@ -15,6 +15,7 @@ from torch import nn
 
 import offload
 from offload.checkpoint.load import restore
+from offload.checkpoint.save import save_through
 from offload.config import RunConfig
 from offload.errors import ConfigError, OffloadError
 from offload.observe import base
@@ -211,7 +212,7 @@ class Trainer:
             "moved_bytes": self._moved(),
         }
         with self._runtime.uncounted():
-            offload.save(self._checkpoints.at(step), self._model, self._optimizer, extra)
+            save_through(self._checkpoints.saving, self._checkpoints.at(step), self._model, self._optimizer, extra)
         self._saved = step
         self._checkpoints.retain(self._config.checkpoint.keep, step, self._reporter.note)
 

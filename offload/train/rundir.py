@@ -12,11 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from offload.checkpoint.disk import SAVING
 from offload.errors import ConfigError
 from offload.train import tokenize
 
 METRICS, SUMMARY, CHECKPOINTS = "metrics.jsonl", "summary.json", "checkpoints"
-_OWN = {"config.toml", METRICS, SUMMARY, CHECKPOINTS, "trace.json.gz", "report.html", ".lock"}
+_OWN = {"config.toml", METRICS, SUMMARY, CHECKPOINTS, SAVING, "trace.json.gz", "report.html", ".lock"}
 _SCRATCH = (tokenize.PREFIX, ".partial-")
 
 
