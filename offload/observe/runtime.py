@@ -14,6 +14,7 @@ from offload import _core
 from offload.engine.engine import Engine
 from offload.errors import ConfigError
 from offload.memory.limits import resident_bytes, resident_bytes_max
+from offload.memory.recorder import EVENTS_MOST
 from offload.memory.stalls import CAUSES
 from offload.observe.base import base_bytes
 from offload.observe.trace import Trace
@@ -114,12 +115,13 @@ class Runtime:
             for key, value in self._moved().items():
                 self._excluded[key] += value - before[key]
 
-    def trace(self, path: str | os.PathLike[str], *, steps: int | None = None) -> Trace:
+    def trace(self, path: str | os.PathLike[str], *, steps: int | None = None, events: int = EVENTS_MOST) -> Trace:
         """Records a trace from here on, for Perfetto (ui.perfetto.dev); written to `path` (gzip, if it ends in .gz) by its `close()`.
 
-        A context manager. `steps`: the newest so many alone are written. ConfigError: `path` cannot be written; or a trace is being recorded.
+        A context manager. `steps`: the newest so many alone are written. `events`: so many of each source are kept, in memory that no budget counts
+        (about 300 B each). ConfigError: `path` cannot be written; or a trace is being recorded.
         """
-        return Trace(self._engine, path, self.tier_bytes, steps=steps)
+        return Trace(self._engine, path, self.tier_bytes, steps=steps, most=events)
 
     def lease(self, module: nn.Module) -> AbstractContextManager[None]:
         """Keeps the unit of `module` on the device with its parameters bound, gradients flowing, while the context lasts."""

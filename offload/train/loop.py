@@ -32,6 +32,7 @@ from offload.train.schedule import learning_rate
 from offload.train.tokenize import Tokenizing
 
 TRACED_STEPS = 8  # the newest, in trace.json.gz
+TRACED_EVENTS = 4096  # of each source: about a MiB, which a budget must have room for
 
 
 def compute_device(name: str) -> str:
@@ -224,7 +225,7 @@ class Trainer:
     @contextmanager
     def _traced(self) -> Iterator[None]:
         """Records a trace; a run goes on without one that cannot be written."""
-        trace = self._runtime.trace(self._directory.path / "trace.json.gz", steps=TRACED_STEPS)
+        trace = self._runtime.trace(self._directory.path / "trace.json.gz", steps=TRACED_STEPS, events=TRACED_EVENTS)
         try:
             yield
         finally:
