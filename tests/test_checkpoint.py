@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import itertools
 import json
 import os
 import random
@@ -22,6 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offload
+from checkpoints import adam, digest, steps, trained
 from helpers import BF16, FEW, FP32, PRECISIONS, SETTINGS, Bag, Prepared, bag, give, ids, net, noise, same
 from offload.checkpoint import disk
 from offload.checkpoint.codec import Encoder, decode
@@ -32,36 +31,11 @@ from offload.errors import CheckpointError, ConfigError, OffloadError
 FILES = ("manifest.json", "state.json", "tensors.safetensors")
 
 
+
 @pytest.fixture
 def prepared(tmp_path: Path) -> Iterator[Prepared]:
     with Prepared(tmp_path) as make:
         yield make
-
-
-def adam(model: nn.Module, **over: Any) -> offload.optim.AdamW:
-    return offload.optim.AdamW(model.parameters(), lr=over.pop("lr", 1e-2), **over)
-
-
-def digest(model: nn.Module) -> str:
-    return offload.runtime(model).digest()
-
-
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
-    losses = []
-    for i in range(first, last):
-        loss = model(ids(i))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
-
-
-def trained(prepared: Prepared, n: int = 2, place: str = "host", device: str = "cpu", **over: Any) -> tuple[Any, offload.optim.AdamW]:
-    model = prepared(net(), place, device, **over)
-    optimizer = adam(model)
-    steps(model, optimizer, 0, n)
-    return model, optimizer
 
 
 # Round trips
@@ -207,150 +181,6 @@ def test_pieces_are_small_and_written_once(prepared: Prepared, tmp_path: Path, m
     offload.save(tmp_path / "at", model, optimizer, torch.zeros(1 << 21))
     assert max(sizes) <= 4 << 20
     assert sum(sizes) == sum((tmp_path / "at" / f).stat().st_size for f in FILES)
-
-
-# Where it is written
-
-
-def test_a_directory_is_replaced_at_once(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = trained(prepared)
-    at = tmp_path / "new" / "at"
-    for round_, exchange in enumerate((disk.exchange, disk.exchange, _no_exchange)):
-        monkeypatch.setattr(disk, "exchange", exchange)
-        steps(model, optimizer, round_, round_ + 1)
-        offload.save(at, model, optimizer, round_)
-        assert offload.load(str(at), model, optimizer) == round_
-        assert os.listdir(at.parent) == ["at"]
-    (at / "mine").touch()
-    with pytest.raises(CheckpointError, match="not replaced"):
-        offload.save(at, model, optimizer)
-    assert sorted(os.listdir(at)) == sorted([*FILES, "mine"])
-    (tmp_path / "model.safetensors").touch()
-    with pytest.raises(CheckpointError, match="not replaced"):
-        offload.save(tmp_path / "model.safetensors", model, optimizer)
-
-
-def _no_exchange(a: Path, b: Path) -> None:
-    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-
-
-def test_two_saves_to_one_place(prepared: Prepared, tmp_path: Path) -> None:
-    model, optimizer = trained(prepared)
-    with disk.replacing(tmp_path / "at", lambda p: True) as where:
-        with pytest.raises(CheckpointError, match=r"another save to .* is under way"):
-            offload.save(tmp_path / "at", model, optimizer)
-        offload.save(tmp_path / "other", model, optimizer)
-        assert where.is_dir()
-    assert (tmp_path / "at").is_dir() and not (tmp_path / disk.SAVING).exists()
-
-
-@pytest.mark.parametrize(
-    ("what", "number", "at"),
-    [*(("write", errno.ENOSPC, i) for i in (0, 1, 9)), *(("sync", errno.EIO, i) for i in range(4)), *(("rename", errno.EROFS, i) for i in range(2))],
-)
-def test_a_drive_that_fails(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, number: int, at: int) -> None:
-    model, optimizer = trained(prepared, 1)
-    offload.save(tmp_path / "at", model, optimizer, "first")
-    monkeypatch.setattr(disk, "exchange", _no_exchange)
-    count, real = itertools.count(), getattr(disk, what)
-
-    def fail(*args: Any) -> None:
-        if next(count) == at:
-            raise OSError(number, os.strerror(number))
-        real(*args)
-
-    monkeypatch.setattr(disk, what, fail)
-    with pytest.raises(CheckpointError, match=f"cannot save to .*{os.strerror(number)}.*Make room"):
-        offload.save(tmp_path / "at", model, optimizer, "second")
-    monkeypatch.undo()
-    assert not (tmp_path / disk.SAVING).exists()
-    assert offload.load(tmp_path / "at", model, optimizer) == "first"
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from offload.checkpoint import disk
-from offload.checkpoint.manifest import Manifest, may_replace, verify
-
-root, exchanges = Path(sys.argv[1]), sys.argv[2] == "exchange"
-point = 0
-
-def dying(real, halves):
-    def act(*args, **named):
-        global point
-        for half in (False, True):
-            if point == fatal:
-                if half and halves:
-                    args[0].write(memoryview(args[1])[: memoryview(args[1]).nbytes // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-            point += 1
-        real(*args, **named)
-        if point == fatal:
-            os.kill(os.getpid(), signal.SIGKILL)
-        point += 1
-    return act
-
-def refuse(a, b):
-    raise OSError(22, "no")
-
-def save(target, text):
-    with disk.replacing(target, may_replace) as where:
-        manifest = Manifest()
-        manifest.add(where, "tensors.safetensors", [text * 1000, text * 500])
-        manifest.add(where, "state.json", [text])
-        manifest.write(where)
-
-def text(target):
-    verify(target)
-    return (target / "state.json").read_bytes()
-
-if not exchanges:
-    disk.exchange = refuse
-fatal, died = -1, True
-disk.sync = lambda descriptor: None  # a killed process loses nothing that it wrote
-real = disk.write, disk.sync, disk.rename, disk.exchange, disk.shutil.rmtree
-for fatal in range(1000):
-    base = root / str(fatal)
-    disk.write, disk.sync, disk.rename, disk.exchange, disk.shutil.rmtree = real
-    base.mkdir()
-    save(base / "step-1", b"one")
-    save(base / "step-2", b"two")
-    child = os.fork()
-    if not child:
-        try:
-            disk.write = dying(real[0], True)
-            disk.sync, disk.rename, disk.exchange, disk.shutil.rmtree = (dying(f, False) for f in real[1:])
-            save(base / "step-2", b"new")    # replaces
-            save(base / "step-3", b"three")  # is another
-            disk.remove(base / "step-1")     # and the oldest goes
-            os._exit(0)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    present = {p.name: text(p) for p in base.glob("step-*")}  # whole, each
-    if exchanges:
-        assert present["step-2"] in (b"two", b"new"), (fatal, present)
-    elif "step-2" not in present:  # between two renames: both lie aside, whole
-        assert {text(p) for p in (base / ".saving").iterdir()} == {b"two", b"new"}, fatal
-    assert "step-1" in present or "step-3" in present, (fatal, present)
-    save(base / "step-2", b"again")  # what was left is in nobody's way
-    save(base / "step-3", b"again")
-    assert text(base / "step-2") == text(base / "step-3") == b"again"
-    if status == 0:
-        assert present == {"step-2": b"new", "step-3": b"three"} and not (base / ".saving").exists()
-        break
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-assert "torch" not in sys.modules
-print(fatal)
-"""
-
-
-@pytest.mark.parametrize("how", ["exchange", "renames"])
-def test_killed_anywhere_in_a_save(tmp_path: Path, how: str) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), how], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 60  # points
 
 
 # Damage
