@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from offload.checkpoint import disk
-from offload.errors import CheckpointError
+from offload.errors import CheckpointError, named
 
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 FORMAT, VERSION = "offload checkpoint", 1
@@ -101,7 +101,7 @@ def may_replace(directory: Path) -> bool:
 def read_manifest(directory: Path) -> Manifest:
     """CheckpointError for what is no whole manifest, and for one of a newer version."""
     path = directory / MANIFEST
-    if not directory.is_dir():
+    if not os.path.isdir(directory):  # Path's own raises where a name is too long
         raise CheckpointError(f"{directory} is no directory, so no checkpoint")
     if not os.path.lexists(path):
         raise CheckpointError(f"{directory} has no {MANIFEST}: it is no checkpoint, or not a whole one; take another")
@@ -111,7 +111,8 @@ def read_manifest(directory: Path) -> Manifest:
         raise CheckpointError(f"{path} is not the manifest of a checkpoint of offload's, or is damaged; take another")
     version = content.get("version")
     if isinstance(version, int) and version > VERSION:
-        raise CheckpointError(f"{directory} is a checkpoint of version {version}; this release reads up to {VERSION}: update offload to read it")
+        newer = named(str(version))
+        raise CheckpointError(f"{directory} is a checkpoint of version {newer}; this release reads up to {VERSION}: update offload to read it")
     listed = content.get("files")
     manifest = Manifest({name: _listed(path, name, entry) for name, entry in listed.items()} if isinstance(listed, dict) else {})
     if not manifest.files or manifest.render() != text:
@@ -122,9 +123,9 @@ def read_manifest(directory: Path) -> Manifest:
 def _listed(path: Path, name: str, entry: Any) -> Listed:
     good = isinstance(entry, dict) and entry.keys() == {"bytes", "xxh3_128"} and type(entry["bytes"]) is int and entry["bytes"] >= 0
     if not good or not isinstance(entry["xxh3_128"], str) or not _SUM.fullmatch(entry["xxh3_128"]):
-        raise CheckpointError(f"{path} is damaged: what it says of {name!r} is no size with a checksum; take another checkpoint")
+        raise CheckpointError(f"{path} is damaged: what it says of {named(name)} is no size with a checksum; take another checkpoint")
     if not _NAME.fullmatch(name) or name == MANIFEST:
-        raise CheckpointError(f"{path} names {name!r}, which no file of a checkpoint is called; take another checkpoint")
+        raise CheckpointError(f"{path} names {named(name)}, which no file of a checkpoint is called; take another checkpoint")
     return Listed(entry["bytes"], entry["xxh3_128"])
 
 

@@ -24,6 +24,7 @@ import torch
 import xxhash
 
 from offload.checkpoint.disk import exchange
+from offload.checkpoint.dtypes import STORED
 from offload.config import format_size
 from offload.errors import CheckpointError, OffloadError
 
@@ -33,11 +34,6 @@ SINGLE = "model.safetensors"
 BLOCK = 1 << 22  # bytes read back at once
 _OURS = re.compile(r"\.offload-saving-[0-9a-f]{16}")
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-# As safetensors sorts them, so that every tensor is aligned.
-_DTYPES = {
-    torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16",
-    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,10 @@ def write_directory(directory: Path, outputs: Sequence[Output], most: int, param
     `parameters`: their number, for the index. `others(path)` writes further files into a directory. CheckpointError: nothing is changed then,
     but where it says so.
     """
-    directory = directory.resolve()
+    try:
+        directory = directory.resolve()
+    except (OSError, ValueError) as error:  # too long, or with a zero byte
+        raise CheckpointError(f"{str(directory)!r:.200} can be no directory: {error}; give another") from None
     shards = _shards(outputs, most)
     names = [SINGLE] if len(shards) == 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     try:
@@ -104,7 +103,7 @@ def _header(ordered: Sequence[Output]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for output in ordered:
-        entries[output.name] = {"dtype": _DTYPES[output.dtype], "shape": list(output.shape), "data_offsets": [at, at + output.nbytes]}
+        entries[output.name] = {"dtype": STORED[output.dtype], "shape": list(output.shape), "data_offsets": [at, at + output.nbytes]}
         at += output.nbytes
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
@@ -113,7 +112,7 @@ def _header(ordered: Sequence[Output]) -> bytes:
 
 def _write(path: Path, outputs: Sequence[Output]) -> str:
     """Writes a file; returns the checksum of its bytes."""
-    order = list(_DTYPES)
+    order = list(STORED)
     ordered = sorted(outputs, key=lambda o: (order.index(o.dtype), o.name))
     digest = xxhash.xxh3_128()
     with path.open("xb", buffering=0) as file:
