@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from offload.errors import SHOWN_MOST, ConfigError
+from offload.errors import SHOWN_MOST, ConfigError, named
 
 _UNITS = {"B": 1} | {f"{p}B": 1000**i for i, p in enumerate("kMGTP", 1)} | {f"{p}iB": 1024**i for i, p in enumerate("KMGTP", 1)}
 _UNITS["KB"] = 1000
@@ -207,7 +207,7 @@ def _check_setting(name: str, value: object, depth: int = 0) -> None:
         raise ValueError(f"{name:.80}... is nested more than 20 deep")
     if isinstance(value, dict):
         for key, inner in value.items():
-            _check_setting(f"{name}.{key}", inner, depth + 1)
+            _check_setting(f"{name}.{named(key)}", inner, depth + 1)
     elif isinstance(value, list):
         for inner in value:
             _check_setting(name, inner, depth + 1)
@@ -276,7 +276,7 @@ def precision_of(overrides: Sequence[str]) -> Precision:
     for text in overrides:
         _override(tables, text)
         if list(tables) != ["precision"]:
-            raise ConfigError(f"--set {text!r}: without a run file only keys of precision mean anything")
+            raise ConfigError(f"--set {shown(text)}: without a run file only keys of precision mean anything")
     try:
         return Precision(**_PrecisionAlone.model_validate(tables).precision.model_dump())
     except ValidationError as error:
@@ -415,7 +415,7 @@ def _override(tables: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     names = key.strip().split(".")
     if not equals or len(names) < 2 or not all(names):
-        raise ConfigError(f"--set {text!r}: write table.key=value")
+        raise ConfigError(f"--set {shown(text)}: write table.key=value")
     try:
         parsed: object = tomllib.loads(f"x = {value}")["x"]
     except (ValueError, RecursionError):
@@ -424,7 +424,7 @@ def _override(tables: dict[str, Any], text: str) -> None:
     for name in names[:-1]:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--set {text!r}: {name} is no table")
+            raise ConfigError(f"--set {shown(text)}: {named(name)} is no table")
     table[names[-1]] = parsed
 
 
@@ -457,7 +457,7 @@ def _unknown(loc: str) -> str:
 def _explain(error: ValidationError) -> str:
     details: list[ErrorDetails] = error.errors(include_url=False)
     first = next((d for d in details if d["type"] == "extra_forbidden"), details[0])  # a misspelt key also goes missing: name the misspelling
-    loc = ".".join(str(x) for x in first["loc"] if not str(x).endswith("]"))
+    loc = ".".join(named(str(x)) for x in first["loc"] if not str(x).endswith("]"))
     more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":

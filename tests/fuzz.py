@@ -76,10 +76,10 @@ every = 1
 
 NUMBERS = [0, -1, 1, 2, 1 << 31, 1 << 53, 1 << 62, 1 << 63, (1 << 64) - 1, 10**30, 10**400, 0.5, -0.0, 1e308, float("inf"), float("nan")]
 NAMES = [
-    "", ".", "..", "../outside/x.json", "../outside/x.safetensors", "sub/x.json", "a\0b", "a\nb", "\x1b[2J", "é\ud800", "x" * 300, "x" * 5000, "~",
-    "~nobody/x", "state.json", "manifest.json", "tensors.safetensors", "model.safetensors", "__metadata__", "step", "params", "exp_avg", "master/",
-    "tensor/0", "tensor/99999999999999999999", "buffer/x", "F32", "BF16", "F8_E4M3", "fp32", "int8", "split", "$tuple", "$dict", "$float", "$bytes",
-    "$tensor", "$int",
+    "", ".", "..", "../outside/x.json", "../outside/x.safetensors", "sub/x.json", "a\0b", "a\nb", "\x1b[2J", "é\ud800", "x" * 300, "x" * 5000,
+    "~", "~no-such-user/x", "state.json", "manifest.json", "tensors.safetensors", "model.safetensors", "__metadata__", "step", "params", "exp_avg",
+    "master/", "tensor/0", "tensor/99999999999999999999", "buffer/x", "F32", "BF16", "F8_E4M3", "fp32", "int8", "split", "$tuple", "$dict", "$float",
+    "$bytes", "$tensor", "$int",
 ]  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def edited_json(base: Any, edits: list[tuple[int, str, Any]]) -> str:
 
 LITERALS = [
     "1e400", "-1e400", "nan", "-1", "0", "1", "9" * 19, "9" * 40, "9" * 5000, "0x" + "f" * 20000, "1e999999", "true", '""', '"../x"', '"/"',
-    '"a\\u0000b"', '"a\\nb"', '"~nobody/x"', '"\\U0001F600"', f'"{"x" * 5000}"', '"random"', '"cpu"', '"\\u007f\\\\"', "[]", "{}", "[[]]",
+    '"a\\u0000b"', '"a\\nb"', '"~no-such-user/x"', '"\\U0001F600"', f'"{"x" * 5000}"', '"random"', '"cpu"', '"\\u007f\\\\"', "[]", "{}", "[[]]",
     "[" * 200 + "]" * 200, "[" * 5000 + "]" * 5000, '[["swap"]]', '[["swap", "1GiB"], ["swap", -1]]', '[["a\\u0000b", 1]]', '"9999999999999999PiB"',
     '"1.5"', '"GiB"', "1979-05-27", "07:32:00", "1979-05-27T07:32:00Z", "{ a = { b = { c = 1 } } }", "{ vocab_size = -1 }", '{ vocab_size = "x" }',
     "{ num_hidden_layers = 1e400 }", "{ hidden_size = 7, num_attention_heads = 0 }", "{ a = 1979-05-27 }", f"{{ a = {'9' * 30} }}",
@@ -229,7 +229,7 @@ def refusal(act: Callable[[], Any]) -> str | None:
     return None
 
 
-def forged(directory: Path) -> None:
+def forge(directory: Path) -> None:
     """Writes the manifest that what is there now would have had."""
     listed = {}
     for name in ("state.json", "tensors.safetensors"):
@@ -323,18 +323,18 @@ class Ground(contextlib.ExitStack):
         name, right, edits = change
         at = self.checkpoint(**{name.replace(".", "_"): edited_bytes(self.good[name], edits)})
         if right and name != "manifest.json":
-            forged(at)
+            forge(at)
         self.read(at)
 
     def states(self, edits: Any) -> None:
         at = self.checkpoint(state_json=edited_json(self.state, edits).encode())
-        forged(at)
+        forge(at)
         self.read(at)
 
     def headers(self, edits: Any) -> None:
         text = edited_json(self.header, edits).encode()
         at = self.checkpoint(tensors_safetensors=len(text).to_bytes(8, "little") + text + self.good["tensors.safetensors"][8 + self.header_bytes :])
-        forged(at)
+        forge(at)
         self.read(at)
 
     def take(self, at: Path) -> None:
@@ -421,7 +421,7 @@ class Ground(contextlib.ExitStack):
         for name, data in self.good.items():
             (checkpoint / name).write_bytes(data)
         (checkpoint / "state.json").write_text(edited_json(self.state, edits))
-        forged(checkpoint)
+        forge(checkpoint)
         for argv, right in ((["verify", str(at)], {0}), (["export", str(at), str(at / "out")], {2}), (["clean", str(at)], {0})):
             out, err = io.StringIO(), io.StringIO()
             with confined(at), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

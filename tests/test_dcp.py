@@ -160,7 +160,7 @@ torch.set_num_threads(1)
 class App:
     def __init__(self, seed):
         with torch.device("meta"):
-            self.model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, bias=False) for _ in range(32)])
+            self.model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, bias=False) for _ in range(16)])
         tiers = offload.Tiers(device="24MiB", host="32MiB", nvme=[(str(base / "swap"), "1GiB")])
         place = dict.fromkeys(("parameter", "gradient", "optimizer"), "nvme")
         offload.prepare(self.model, tiers, device="cpu", place=place, precision=offload.Precision("fp32", "fp32"), seed=seed)
@@ -196,7 +196,7 @@ print(most[0] - before)
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """384 MiB of values and moments, saved from and loaded into optimizers that have not stepped, of which torch makes 128 MiB of gradients."""
+    """192 MiB of values and moments, saved from and loaded into optimizers that have not stepped, to which torch gives 64 MiB of gradients."""
     done = subprocess.run([sys.executable, "-c", BOUNDED.format(where=str(tmp_path))], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 64 << 20, int(done.stdout) >> 20
+    assert int(done.stdout) < 48 << 20, int(done.stdout) >> 20

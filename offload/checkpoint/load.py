@@ -181,12 +181,7 @@ def _check_entries(path: Path, entries: dict[str, Entry], wanted: dict[str, _Wan
 
 def _read(file: FileIO, out: torch.Tensor) -> None:
     """Fills a flat tensor."""
-    raw = memoryview(out.view(torch.uint8).numpy().data)
-    while raw.nbytes:
-        n = file.readinto(raw)
-        if not n:
-            raise OSError("it was cut while it was read")
-        raw = raw[n:]
+    disk.read(file, out.view(torch.uint8).numpy().data)
 
 
 def _whole(file: FileIO, entry: Entry) -> torch.Tensor:

@@ -149,6 +149,14 @@ def parse(path: Path, text: bytes) -> Any:
         raise CheckpointError(f"{path} is damaged: it is no JSON ({error}); take another checkpoint") from None
 
 
+def checksum(file: FileIO) -> str:
+    """xxh3_128 of all that is left to read of a file."""
+    hashed, block = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK))
+    while count := file.readinto(block):
+        hashed.update(block[:count])
+    return str(hashed.hexdigest())
+
+
 def verify(directory: Path) -> None:
     """Reads every byte of a checkpoint and compares it with the manifest. CheckpointError names the file that is missing, cut or changed."""
     directory = Path(directory)
@@ -162,12 +170,9 @@ def check_file(path: Path, listed: Listed) -> None:
         size = os.fstat(file.fileno()).st_size
         if size != listed.nbytes:
             raise CheckpointError(f"{path} has {size} bytes of {listed.nbytes}: it was cut or written over; take another checkpoint")
-        hashed, buffer = xxhash.xxh3_128(), bytearray(min(_BLOCK, max(size, 1)))
-        view = memoryview(buffer)
         try:
-            while n := file.readinto(buffer):
-                hashed.update(view[:n])
+            found = checksum(file)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}; take another checkpoint") from error
-    if hashed.hexdigest() != listed.xxh3_128:
+    if found != listed.xxh3_128:
         raise CheckpointError(f"{path} is damaged: its bytes are not those that were saved; take another checkpoint")

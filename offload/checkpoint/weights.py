@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from offload.checkpoint import disk
 from offload.checkpoint.dtypes import OF_STORED
 from offload.checkpoint.modules import extra_state_keys, persistent_buffers, set_extra_states
 from offload.checkpoint.names import Place, renaming, stored_places, whole
@@ -58,9 +59,7 @@ class Stored:
         file.seek(self.start)
         for at in range(0, max(self.shape.numel(), 1), PIECE):
             part = torch.empty(min(PIECE, self.shape.numel() - at), dtype=self.torch_dtype)
-            raw = part.view(torch.uint8).numpy()
-            if file.readinto(raw.data) != raw.nbytes:
-                raise OSError(f"it ends within {self.name}")
+            disk.read(file, part.view(torch.uint8).numpy().data)
             yield part
 
     @property
@@ -167,7 +166,7 @@ def values(parts: Iterable[Stored], so: str) -> Iterator[torch.Tensor]:
     """What parts of files hold, in pieces. CheckpointError, with what follows from it, where one cannot be read."""
     for part in parts:
         try:
-            with part.path.open("rb", buffering=0) as file:
+            with FileIO(part.path) as file:
                 yield from part.parts(file)
         except OSError as error:
             raise CheckpointError(f"{part.path} could not be read to its end, {so}: {error}") from error

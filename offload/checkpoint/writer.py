@@ -18,20 +18,20 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import torch
-import xxhash
 
 from offload.checkpoint.disk import exchange
 from offload.checkpoint.dtypes import STORED
+from offload.checkpoint.manifest import Hashed, checksum
 from offload.config import format_size
 from offload.errors import CheckpointError, OffloadError
 
 log = logging.getLogger("offload")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-BLOCK = 1 << 22  # bytes read back at once
 _OURS = re.compile(r"\.offload-saving-[0-9a-f]{16}")
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
@@ -114,23 +114,16 @@ def _write(path: Path, outputs: Sequence[Output]) -> str:
     """Writes a file; returns the checksum of its bytes."""
     order = list(STORED)
     ordered = sorted(outputs, key=lambda o: (order.index(o.dtype), o.name))
-    digest = xxhash.xxh3_128()
-    with path.open("xb", buffering=0) as file:
-
-        def put(data: memoryview) -> None:
-            digest.update(data)
-            while data:
-                data = data[file.write(data) :]
-
-        put(memoryview(_header(ordered)))
+    with FileIO(path, "xb") as file:
+        out = Hashed(file)
+        out.write(_header(ordered))
         for output in ordered:
-            written = 0
+            before = out.nbytes
             for part in output.parts():
-                put(part.contiguous().view(-1).view(torch.uint8).numpy().data)
-                written += part.nbytes
-            if written != output.nbytes:
-                raise CheckpointError(f"{output.name} gave {written} bytes of {output.nbytes}; nothing was saved")
-    return str(digest.hexdigest())
+                out.write(part.contiguous().view(-1).view(torch.uint8).numpy().data)
+            if out.nbytes - before != output.nbytes:
+                raise CheckpointError(f"{output.name} gave {out.nbytes - before} bytes of {output.nbytes}; nothing was saved")
+        return out.listed().xxh3_128
 
 
 def _write_index(path: Path, outputs: Sequence[Output], shards: dict[str, list[Output]], parameters: int) -> None:
@@ -141,13 +134,11 @@ def _write_index(path: Path, outputs: Sequence[Output], shards: dict[str, list[O
 
 def _compare(path: Path, want: str) -> None:
     """Reads a file from the disk, not from what the kernel still has of it, where that can be asked for."""
-    digest, block = xxhash.xxh3_128(), memoryview(bytearray(BLOCK))
-    with path.open("rb", buffering=0) as file:
+    with FileIO(path) as file:
         with suppress(OSError):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while count := file.readinto(block):
-            digest.update(block[:count])
-    if digest.hexdigest() != want:
+        found = checksum(file)
+    if found != want:
         raise CheckpointError(f"{path.name} reads back other bytes than were written, so nothing was saved: check the disk of {path.parent.parent}")
 
 

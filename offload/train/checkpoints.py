@@ -81,7 +81,7 @@ def fixed(config: RunConfig) -> dict[str, Any]:
 
 def position(checkpoint: Path, config: RunConfig) -> Mapping[str, Any]:
     """What a run's checkpoint has beside the model, but for tensors. ConfigError where the run file is that of another run."""
-    extra = read_state(checkpoint).extra
+    extra: dict[str, Any] = read_state(checkpoint).extra
     good = isinstance(extra, dict) and extra.keys() >= _KEYS and type(extra["step"]) is int and extra["step"] >= 0
     was, now = decode(extra["run"], {}) if good else None, fixed(config)
     if not isinstance(was, dict) or not all(isinstance(table, dict) for table in was.values()):
@@ -135,5 +135,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
     random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    kind, keys, at, *rest = state["numpy"]
+    if not 0 <= at <= len(keys):  # numpy would read what lies behind
+        raise ValueError(f"the generator of numpy is at {at} of {len(keys)}")
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), at, *rest))
