@@ -1,12 +1,15 @@
 # make demo    fine-tunes SmolLM2-135M through three tiers (makes .venv, builds, prepares inputs; later runs start at once)
 # make test    C++ tests, ruff, mypy, clang-format, pytest
 # make test-neon   the C++ tests for AArch64, emulated (Debian: apt-get install g++-aarch64-linux-gnu qemu-user)
+# make fuzz    ten minutes of mutated checkpoints, weights and run files (SECONDS_OF_FUZZ, SEED)
 # make lint, make format, make sanitize, make builds, make bench, make clean
 #
 # PYTHON=python3.12 chooses the interpreter, PIP_ARGS="--extra-index-url ..." another source of packages, JOBS the compilers at once.
 
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
+SECONDS_OF_FUZZ ?= 600
+SEED ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
@@ -14,7 +17,7 @@ CXX_FILES := $(shell find cpp -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 CXX_BUILD := CMakeLists.txt $(shell find cpp -name '*.cmake' -o -name CMakeLists.txt)
 CMAKE := $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DOFFLOAD_PYTHON=OFF -DOFFLOAD_TESTS=ON
 
-.PHONY: demo test test-cxx test-neon lint builds format sanitize bench install clean
+.PHONY: demo test test-cxx test-neon fuzz lint builds format sanitize bench install clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.made:
@@ -69,6 +72,9 @@ lint: $(VENV)/.installed
 
 test: test-cxx lint
 	$(BIN)/python -m pytest
+
+fuzz: $(VENV)/.installed
+	$(BIN)/python tests/fuzz.py --seconds $(SECONDS_OF_FUZZ) --seed $(SEED)
 
 # make test with each compiler, with and without liburing; leaves .venv to be installed again.
 builds: $(VENV)/.installed

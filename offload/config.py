@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import os
 import re
 import tomllib
@@ -19,7 +18,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from offload.errors import ConfigError
+from offload.errors import SHOWN_MOST, ConfigError, named
 
 _UNITS = {"B": 1} | {f"{p}B": 1000**i for i, p in enumerate("kMGTP", 1)} | {f"{p}iB": 1024**i for i, p in enumerate("KMGTP", 1)}
 _UNITS["KB"] = 1000
@@ -37,22 +36,31 @@ TierName = Literal["device", "host", "nvme"]
 Place = dict[Literal["parameter", "gradient", "optimizer"], TierName]
 
 
+def shown(value: object) -> str:
+    """A value from a file, which may be anything, as part of a line."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # of numbers with too many digits, and of what is nested too deep
+        text = f"a {type(value).__name__} that is too large to show"
+    return text if len(text) <= SHOWN_MOST else f"{text[:SHOWN_MOST]}..."
+
+
 def parse_size(value: object) -> int:
     """Bytes of `"24GiB"`, `"24GB"`, `"1.5 MiB"`, `"1024"` or a whole number; anything else, trailing text included, is a `ConfigError`."""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ConfigError(f'{value!r} is no size; write "24GiB", "24GB" or a number of bytes')
+        raise ConfigError(f'{shown(value)} is no size; write "24GiB", "24GB" or a number of bytes')
     if isinstance(value, str):
         match = _SIZE.fullmatch(value.strip())
         if not match or (match[2] and match[2] not in _UNITS):
-            raise ConfigError(f'{value!r} is no size; write "24GiB", "24GB" or a number of bytes')
+            raise ConfigError(f'{shown(value)} is no size; write "24GiB", "24GB" or a number of bytes')
         if "." in match[1] and not match[2]:
-            raise ConfigError(f"{value!r} is no whole number of bytes")
-        number = float(match[1]) if "." in match[1] else int(match[1])
+            raise ConfigError(f"{shown(value)} is no whole number of bytes")
+        number = float(match[1]) if "." in match[1] or len(match[1]) > 30 else int(match[1])
         value = int(min(number * _UNITS[match[2] or "B"], _SIZE_MAX))
-    if not math.isfinite(value) or value != int(value):
+    if isinstance(value, float) and not value.is_integer():
         raise ConfigError(f"{value!r} is no whole number of bytes")
     if not 0 <= value < _SIZE_MAX:
-        raise ConfigError(f"{value!r} bytes is out of range")
+        raise ConfigError(f"{shown(value)} bytes is out of range")
     return int(value)
 
 
@@ -67,11 +75,11 @@ def format_size(nbytes: float) -> str:
 
 def _disks(value: object) -> list[tuple[str, int]]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise ConfigError(f'{value!r} is no list of [directory, size] pairs, as [["/mnt/nvme0", "400GiB"]]')
+        raise ConfigError(f'{shown(value)} is no list of [directory, size] pairs, as [["/mnt/nvme0", "400GiB"]]')
     disks = []
     for pair in value:
         if isinstance(pair, (str, bytes)) or not isinstance(pair, Sequence) or len(pair) != 2 or not isinstance(pair[0], (str, os.PathLike)):
-            raise ConfigError(f'{pair!r} is no [directory, size] pair, as ["/mnt/nvme0", "400GiB"]')
+            raise ConfigError(f'{shown(pair)} is no [directory, size] pair, as ["/mnt/nvme0", "400GiB"]')
         disks.append((os.fspath(pair[0]), parse_size(pair[1])))
     return disks
 
@@ -81,7 +89,7 @@ def _sources(value: object) -> str | list[str]:
         return value
     if isinstance(value, list) and value and all(isinstance(x, str) and x for x in value):
         return value
-    raise ConfigError(f'{value!r}: give files or globs, as ["texts/**/*.py"], or "random"')
+    raise ConfigError(f'{shown(value)}: give files or globs, as ["texts/**/*.py"], or "random"')
 
 
 @dataclass(frozen=True)
@@ -186,10 +194,25 @@ def refuse_later(*, stage: int = 3) -> None:
 Size = Annotated[int, BeforeValidator(parse_size)]
 Sources = Annotated[str | list[str], BeforeValidator(_sources)]
 Disks = Annotated[list[tuple[str, int]], Field(strict=False), BeforeValidator(_disks)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=1 << 40)]
+CountOrZero = Annotated[int, Field(ge=0, lt=1 << 40)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def _check_setting(name: str, value: object, depth: int = 0) -> None:
+    """ValueError for what TOML has and a model's configuration has not."""
+    if depth > 20:
+        raise ValueError(f"{name:.80}... is nested more than 20 deep")
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _check_setting(f"{name}.{named(key)}", inner, depth + 1)
+    elif isinstance(value, list):
+        for inner in value:
+            _check_setting(name, inner, depth + 1)
+    elif not isinstance(value, (str, int, float)) or (isinstance(value, int) and abs(value) >= _SIZE_MAX):
+        raise ValueError(f"{name} = {shown(value)}: give a string, a number, true or false, or a list or table of these")
 
 
 class _Table(BaseModel):
@@ -209,6 +232,7 @@ class ModelTable(_Table):
             raise ValueError("give either model.path or model.type")
         if self.path is not None and self.config:
             raise ValueError("model.config goes with model.type; with model.path the directory's own is used")
+        _check_setting("model.config", self.config)
         return self
 
 
@@ -217,8 +241,8 @@ class DataTable(_Table):
 
     source: Sources
     held_out: Share = 0.05
-    eval_sequences: Annotated[int, Field(ge=0)] = 8
-    seq_length: Annotated[int, Field(ge=2)] = 512
+    eval_sequences: CountOrZero = 8
+    seq_length: Annotated[int, Field(ge=2, lt=1 << 40)] = 512
     batch_size: Count = 1
     accumulate: Count = 1
 
@@ -252,7 +276,7 @@ def precision_of(overrides: Sequence[str]) -> Precision:
     for text in overrides:
         _override(tables, text)
         if list(tables) != ["precision"]:
-            raise ConfigError(f"--set {text!r}: without a run file only keys of precision mean anything")
+            raise ConfigError(f"--set {shown(text)}: without a run file only keys of precision mean anything")
     try:
         return Precision(**_PrecisionAlone.model_validate(tables).precision.model_dump())
     except ValidationError as error:
@@ -269,7 +293,7 @@ class OptimizerTable(_Table):
     weight_decay: NotNegative = 0.01
     clip: Positive | None = None
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup: Annotated[int, Field(ge=0)] = 0
+    warmup: CountOrZero = 0
 
 
 class TrainTable(_Table):
@@ -314,14 +338,24 @@ class RunConfig(_Table):
         try:
             config = cls.model_validate(tables)
         except ValidationError as error:
-            raise ConfigError(f"{path}: {_explain(error)}") from None
-        config = config._resolved(Path(path).resolve().parent)
-        config._refuse(str(path))
+            raise ConfigError(f"{path}: {' '.join(_explain(error).split())}") from None
+        try:
+            config = config._resolved(Path(path).resolve().parent)
+            config._refuse()
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
         return config
 
     def _resolved(self, base: Path) -> RunConfig:
         def absolute(text: str) -> str:
-            return os.path.normpath(base / Path(text).expanduser())
+            path = os.path.normpath(base / os.path.expanduser(text))
+            try:
+                good = "\0" not in path and path.encode() != b""
+            except UnicodeEncodeError:
+                good = False
+            if not good:
+                raise ConfigError(f"{shown(path)} is no path that a run file can have: it has a zero byte, or is no UTF-8")
+            return path
 
         source: str | list[str] = self.data.source
         if source != "random":
@@ -334,19 +368,16 @@ class RunConfig(_Table):
             }
         )
 
-    def _refuse(self, path: str) -> None:
-        try:
-            if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
-                raise ConfigError("several ranks are not available in this version: start one process")
-            check_updates(self.updates_value(), self.precision_value())
-            if self.updates_value() == "backward" and self.optimizer.clip is not None:
-                raise ConfigError(
-                    "train.updates = 'backward' starts updates before the norm of all gradients is known, which optimizer.clip needs: "
-                    "leave one of the two out"
-                )
-            refuse_later(stage=self.train.stage)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
+    def _refuse(self) -> None:
+        if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
+            raise ConfigError("several ranks are not available in this version: start one process")
+        check_updates(self.updates_value(), self.precision_value())
+        if self.updates_value() == "backward" and self.optimizer.clip is not None:
+            raise ConfigError(
+                "train.updates = 'backward' starts updates before the norm of all gradients is known, which optimizer.clip needs: "
+                "leave one of the two out"
+            )
+        refuse_later(stage=self.train.stage)
 
     def tiers_value(self) -> Tiers:
         """The budgets as `prepare` takes them."""
@@ -376,7 +407,7 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_bytes().decode())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # numbers with too many digits and lists in lists in lists among them
         raise ConfigError(f"{path} is no TOML: {' '.join(str(error).split())}") from None
 
 
@@ -384,16 +415,16 @@ def _override(tables: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     names = key.strip().split(".")
     if not equals or len(names) < 2 or not all(names):
-        raise ConfigError(f"--set {text!r}: write table.key=value")
+        raise ConfigError(f"--set {shown(text)}: write table.key=value")
     try:
         parsed: object = tomllib.loads(f"x = {value}")["x"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         parsed = value.strip()  # a bare word is a string, as shells eat quotes
     table = tables
     for name in names[:-1]:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--set {text!r}: {name} is no table")
+            raise ConfigError(f"--set {shown(text)}: {named(name)} is no table")
     table[names[-1]] = parsed
 
 
@@ -426,7 +457,7 @@ def _unknown(loc: str) -> str:
 def _explain(error: ValidationError) -> str:
     details: list[ErrorDetails] = error.errors(include_url=False)
     first = next((d for d in details if d["type"] == "extra_forbidden"), details[0])  # a misspelt key also goes missing: name the misspelling
-    loc = ".".join(str(x) for x in first["loc"] if not str(x).endswith("]"))
+    loc = ".".join(named(str(x)) for x in first["loc"] if not str(x).endswith("]"))
     more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
@@ -435,11 +466,15 @@ def _explain(error: ValidationError) -> str:
         return f"{loc if '.' in loc else f'[{loc}]'} is missing{more}"
     if isinstance(first["input"], dict) or first["type"] == "value_error":
         return (message if message.startswith("give ") or not loc else f"{loc}: {message}") + more
-    return f"{loc} = {first['input']!r}: {message[0].lower()}{message[1:]}{more}"
+    return f"{loc} = {shown(first['input'])}: {message[0].lower()}{message[1:]}{more}"
 
 
 def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key, re.ASCII) else _toml_string(key)
+
+
+def _toml_string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML has no escapes of surrogates
 
 
 def _toml(value: object) -> str:
@@ -449,6 +484,4 @@ def _toml(value: object) -> str:
         return "{ " + ", ".join(f"{_toml_key(str(k))} = {_toml(v)}" for k, v in value.items() if v is not None) + " }" if value else "{}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_toml, value)) + "]"
-    if isinstance(value, float):
-        return repr(value)
-    return json.dumps(value)
+    return _toml_string(value) if isinstance(value, str) else repr(value)

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+SHOWN_MOST = 200  # characters of what comes from a file
+
+
+def named(name: str) -> str:
+    """A name that comes from a file, and so may be anything, as part of a message of one line."""
+    return name if name.isprintable() and 0 < len(name) <= SHOWN_MOST else f"{name[:SHOWN_MOST]!r}"
+
 
 class OffloadError(Exception):
     """Base of every error that this package raises on purpose."""

@@ -32,9 +32,11 @@ from transformers import (
 import offload
 from helpers import BF16, FP32, Prepared, bag, ids, net, noise, plain, same, same_models
 from offload.checkpoint import export, names, writer
+from offload.checkpoint.content import SavedParameter, SavedPrecision, SavedState
 from offload.checkpoint.weights import Loaded, header
 from offload.cli import export as cli_export
 from offload.cli import main
+from offload.engine.record import DTYPE_NAMES
 
 INDEX = "model.safetensors.index.json"
 SIZES = {"vocab_size": 96, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
@@ -403,11 +405,17 @@ def checkpoint(directory: Path, model: nn.Module, master: str = "fp32") -> Path:
     """What of a checkpoint has to do with weights."""
     directory.mkdir(parents=True)
     also = {n: [m for m, q in model.named_parameters(remove_duplicate=False) if q is p and m != n] for n, p in model.named_parameters()}
-    parameters = {n: {"dtype": "bf16" if p.dtype == torch.bfloat16 else "fp32", "also": also[n]} for n, p in model.named_parameters()}
+    parameters = {
+        n: SavedParameter(dtype=DTYPE_NAMES[p.dtype], shape=list(p.shape), trained=True, step=1, also=also[n]) for n, p in model.named_parameters()
+    }
+    state = SavedState(
+        precision=SavedPrecision(compute="bf16", master=master, moments="fp32"), seed=0, parameters=parameters, buffers=[], groups=[], more={},
+        skipped=0, extra=None,
+    )  # fmt: skip
     tensors = {f"master/{n}": plain(p).float() for n, p in model.named_parameters()} | {f"buffer/{n}": plain(b) for n, b in model.named_buffers()}
     tensors |= {f"exp_avg/{n}": torch.ones(p.shape) for n, p in model.named_parameters()}
     save_file(tensors, directory / "tensors.safetensors")
-    (directory / "state.json").write_text(json.dumps({"precision": {"master": master}, "parameters": parameters}))
+    (directory / "state.json").write_bytes(state.render())
     return directory
 
 
@@ -487,7 +495,7 @@ def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "of this architecture" in refused(tmp_path / "run")
     assert "no config.json" in refused(found, "--model", tmp_path)
     (found / "state.json").write_text("[]")
-    assert "not a checkpoint" in refused(tmp_path / "run")
+    assert "is not what a checkpoint says of its state" in refused(tmp_path / "run")
 
 
 # Memory

@@ -18,6 +18,7 @@ from helpers import (
     BF16,
     FEW,
     FILLED,
+    PRECISIONS,
     SETTINGS,
     SHAPES,
     Prepared,
@@ -33,6 +34,8 @@ from helpers import (
     same,
     same_models,
 )
+from offload.engine import atrest
+from offload.engine.sources import MomentSource
 
 
 @pytest.fixture
@@ -343,6 +346,70 @@ def test_wrong_states_are_refused_in_words(prepared: Prepared) -> None:
     assert offload.runtime(twin).digest() == digest
     opt.load_state_dict(good)
     assert offload.runtime(twin).digest() == digest
+
+
+def test_a_state_dict_reads_nothing_until_it_is_pickled(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And then one moment after another."""
+    twin = prepared(bag(shapes=FEW), "nvme", precision=BF16)
+    opt = offload.optim.AdamW(twin.parameters(), lr=1e-2)
+    give(twin, 0)
+    opt.step()
+    read: list[str] = []
+    real = MomentSource.read
+    monkeypatch.setattr(MomentSource, "read", lambda self: (read.append(self.describe()), real(self))[1])
+    state = opt.state_dict()
+    moments = [entry[role] for entry in state["state"].values() for role in ("exp_avg", "exp_avg_sq")]
+    assert not read and {m.dtype for m in moments} == {torch.float32}
+    torch.save(state, io.BytesIO())
+    assert read == [f"{role} of {name}" for name in FEW for role in ("exp_avg", "exp_avg_sq")]
+    opt.load_state_dict(state)  # what rests where it belongs
+    assert len(read) == 2 * len(FEW)
+
+
+def test_a_state_dict_that_memory_does_not_hold_is_not_pickled(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was pickled stays in memory until the end: each tensor has what those before it left."""
+    twin = prepared(bag(shapes=FEW))
+    opt = offload.optim.AdamW(twin.parameters(), lr=1e-2)
+    give(twin, 0)
+    opt.step()
+    digest, room, odd = offload.runtime(twin).digest(), [0], 4 * 4097
+
+    class Limits:
+        @property
+        def room(self) -> int:
+            room[0] -= odd
+            return room[0] + odd
+
+    monkeypatch.setattr(atrest, "host_limits", Limits)
+    room[0] = 100 * odd
+    torch.save(opt.state_dict(), io.BytesIO())
+    for few in (4, 6):  # moments of three small parameters come first
+        room[0] = few * odd
+        with pytest.raises(offload.OffloadError, match=r"exp_avg of \w+ does not fit the memory that is left.*use offload\.save, which streams"):
+            torch.save(opt.state_dict(), io.BytesIO())
+    monkeypatch.undo()
+    assert offload.runtime(twin).digest() == digest
+
+
+def test_moments_of_every_form_read_and_load_as_fp32(prepared: Prepared) -> None:
+    for precision in PRECISIONS:
+        twin, other = (prepared(bag(seed=seed, shapes=FEW), "nvme", precision=precision) for seed in (3, 9))
+        opt, resumed = (offload.optim.AdamW(m.parameters(), lr=1e-2) for m in (twin, other))
+        for step in range(2):
+            give(twin, step)
+            opt.step()
+        buffer = io.BytesIO()
+        torch.save(opt.state_dict(), buffer)
+        buffer.seek(0)
+        resumed.load_state_dict(torch.load(buffer, weights_only=True))
+        for (name, p), (_, q) in zip(twin.named_parameters(), other.named_parameters(), strict=True):
+            for role in ("exp_avg", "exp_avg_sq"):
+                saved, back = opt.state[p][role], resumed.state[q][role]
+                assert back.dtype == torch.float32
+                if precision.moments != "int8":
+                    same(back, saved, f"{role} of {name}")
+                elif saved.numel():  # rounded again, to the same scale or one next to it
+                    assert float((back - saved).abs().max()) <= float(saved.abs().max()) / 200, f"{role} of {name}"
 
 
 def test_deepcopy_and_pickle_of_a_state_dict_are_plain(prepared: Prepared) -> None:

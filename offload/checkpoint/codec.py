@@ -15,6 +15,7 @@ import torch
 from offload.errors import CheckpointError, ConfigError
 
 DEEPEST = 100
+BITS_MOST = 10_000  # of a whole number: Python reads no more than 4300 digits
 
 
 class Encoder:
@@ -28,7 +29,7 @@ class Encoder:
         if depth > DEEPEST:
             raise ConfigError(f"{where:.80}... is nested more than {DEEPEST} deep, or in itself; flatten it to save it")
         kind = type(value)
-        if value is None or kind in (bool, int, str):
+        if value is None or kind in (bool, str) or (kind is int and value.bit_length() <= BITS_MOST):
             return value
         if kind is float:
             return value if math.isfinite(value) else {"$float": repr(value)}
@@ -45,32 +46,36 @@ class Encoder:
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
             return {"$tensor": len(self.tensors) - 1}
+        if kind is int:
+            raise ConfigError(f"{where} is a whole number of more than {BITS_MOST} bits; save it as bytes")
         raise ConfigError(
             f"{where} is {kind.__module__}.{kind.__qualname__}, which a checkpoint does not hold: give None, bool, int, float, str, bytes, list, "
             "tuple, dict or tensors (of an array .tolist() or torch.from_numpy, of an object its state_dict())"
         )
 
 
-def decode(value: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
+def decode(value: Any, tensors: Mapping[int, torch.Tensor], depth: int = 0) -> Any:
     """What `Encoder.encode` was given. CheckpointError for what it never makes."""
+    if depth > DEEPEST:
+        raise CheckpointError(f"the checkpoint has a value that is nested more than {DEEPEST} deep, which cannot be; take another")
     if isinstance(value, list):
-        return [decode(x, tensors) for x in value]
+        return [decode(x, tensors, depth + 1) for x in value]
     if not isinstance(value, dict):
         return value
     if len(value) != 1 or not next(iter(value)).startswith("$"):
-        return {k: decode(v, tensors) for k, v in value.items()}
+        return {k: decode(v, tensors, depth + 1) for k, v in value.items()}
     ((kind, inner),) = value.items()
     try:
         if kind == "$tuple":
-            return tuple(decode(x, tensors) for x in inner)
+            return tuple(decode(x, tensors, depth + 1) for x in inner)
         if kind == "$dict":
-            return {decode(k, tensors): decode(v, tensors) for k, v in inner}
+            return {decode(k, tensors, depth + 1): decode(v, tensors, depth + 1) for k, v in inner}
         if kind == "$float":
             return float(inner)
         if kind == "$bytes":
             return bytes.fromhex(inner)
         if kind == "$tensor":
             return tensors[inner]
-    except (TypeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"the checkpoint has a value that reads {kind} {inner!r:.40}, which cannot be: {error!r}; take another") from None
-    raise CheckpointError(f"the checkpoint has a value of the kind {kind}, which this release does not know; take another")
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
+        raise CheckpointError(f"the checkpoint has a value of the kind {kind} that cannot be: {type(error).__name__}; take another") from None
+    raise CheckpointError(f"the checkpoint has a value of the kind {kind!r:.40}, which this release does not know; take another")

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from offload.checkpoint.manifest import STATE, parse, read_json_bytes
-from offload.errors import CheckpointError
+from offload.errors import CheckpointError, named
 
 # Names of tensors are ROLE/NAME: a frozen parameter has a value, a trained one a master and, once stepped, what `moments` says.
 VALUE, MASTER, BUFFER, OTHER = "value", "master", "buffer", "tensor"
@@ -54,12 +54,14 @@ class SavedPrecision(_Part):
 
 
 class SavedState(_Part):
-    """`state.json`. `more` is what else the optimizer's state has of a parameter; it, `settings` and `extra` are encoded (codec.py)."""
+    """`state.json`. `more` is what else the optimizer's state has of a parameter, `modules` what modules gave as their extra state, by its key in a
+    state dict; these, `settings` and `extra` are encoded (codec.py)."""
 
     precision: SavedPrecision
     seed: int
     parameters: dict[str, SavedParameter]
     buffers: list[str]
+    modules: dict[str, Any] = {}
     groups: list[SavedGroup]
     more: dict[str, dict[str, Any]]
     skipped: Count
@@ -76,5 +78,5 @@ def read_state(directory: Path) -> SavedState:
         return SavedState.model_validate(parse(path, read_json_bytes(path)))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
+        where = ".".join(named(str(at)) for at in first["loc"])
         raise CheckpointError(f"{path} is not what a checkpoint says of its state: {where}: {first['msg']}; take another checkpoint") from None

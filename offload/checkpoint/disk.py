@@ -32,6 +32,15 @@ def write(file: FileIO, data: memoryview | bytes) -> None:
         left = left[file.write(left) :]
 
 
+def read(file: FileIO, into: memoryview) -> None:
+    """Fills `into`; OSError where the file ends before."""
+    while into.nbytes:
+        count = file.readinto(into)
+        if not count:
+            raise OSError("it was cut while it was read")
+        into = into[count:]
+
+
 def write_behind(descriptor: int, before: int, now: int) -> None:
     """A file that is written on and on has grown from `before` bytes: the drive writes beside, and at most two windows wait in memory."""
     for window in range(before // WINDOW, now // WINDOW):

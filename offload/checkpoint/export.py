@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
+import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +15,21 @@ import torch
 from torch import nn
 
 from offload import ops
+from offload.checkpoint.content import BUFFER, MASTER, VALUE, read_state
+from offload.checkpoint.dtypes import STORED
+from offload.checkpoint.manifest import STATE, TENSORS
+from offload.checkpoint.modules import is_extra_state
 from offload.checkpoint.names import Place, hub_model, stored_places
-from offload.checkpoint.weights import Stored, header, records_by_name, values
+from offload.checkpoint.tensorfile import read_header
+from offload.checkpoint.weights import Stored, records_by_name, values
 from offload.checkpoint.writer import Output, write_directory
 from offload.config import parse_size
 from offload.engine.record import DTYPES, Record
 from offload.engine.registry import engine_of
 from offload.engine.state import State
-from offload.errors import CheckpointError, ConfigError
+from offload.errors import CheckpointError, ConfigError, named
 
+log = logging.getLogger("offload")
 PIECE = 1 << 20  # elements read at once
 
 
@@ -116,6 +122,8 @@ def save_pretrained(model: nn.Module, directory: str | Path, max_shard_size: int
             tensors[name] = _OfRecord(names[name], engine.state)
         elif isinstance(value, torch.Tensor):
             tensors[name] = OfTensor(value)
+        else:  # a module's extra state
+            log.warning("%s of the model is %s: files of weights hold tensors alone, and lack it", name, type(value).__name__)
     tied: dict[int, list[str]] = {}
     for name, record in names.items():
         tied.setdefault(record.number, []).append(name)
@@ -127,8 +135,8 @@ def export(
 ) -> list[str]:
     """`save_pretrained` of tensors that are elsewhere, by the model's names, tied ones under any of theirs; `model` may be on `meta`.
 
-    Copies of the files `beside` are in the directory too. Returns the names of the files with weights. CheckpointError where one of the model's
-    tensors is not among those given, or has another shape.
+    Copies of the files `beside` are in the directory too; extra state of modules is not. Returns the names of the files with weights.
+    CheckpointError where one of the model's tensors is not among those given, or has another shape.
     """
     tied: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -136,6 +144,8 @@ def export(
     given: dict[str, Lazy] = {}
     of = {name: names for names in tied.values() for name in names}
     for name, value in model.state_dict().items():
+        if is_extra_state(name):
+            continue
         found = next((n for n in (name, *of.get(name, ())) if n in tensors), None)
         if found is None:
             raise CheckpointError(f"the weights lack {name}; are they of this architecture?")
@@ -147,21 +157,20 @@ def export(
 
 def saved_tensors(directory: Path) -> dict[str, Lazy]:
     """The weights of a checkpoint that has been verified, by the names that the model had, tied ones included; CheckpointError."""
-    entries = header(directory / "tensors.safetensors")
-    try:
-        state = json.loads((directory / "state.json").read_text())
-        split, parameters = state["precision"]["master"] == "split", dict(state["parameters"])
-        found: dict[str, Lazy] = {}
-        for stored, entry in entries.items():
-            role, _, name = stored.partition("/")
-            if role == "buffer":
-                found[name] = OfFile(entry, entry.torch_dtype)
-            elif role in ("value", "master"):
-                dtype = DTYPES[parameters[name]["dtype"]]
-                rounds_away = split and role == "master" and dtype == torch.bfloat16
-                found |= dict.fromkeys([name, *parameters[name]["also"]], OfFile(entry, dtype, rounds_away))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{directory} is not a checkpoint that this version reads: {error!r}") from None
+    state, path = read_state(directory), directory / TENSORS
+    found: dict[str, Lazy] = {}
+    for held, entry in read_header(path).items():
+        role, _, name = held.partition("/")
+        stored = Stored(name, path, entry.start, torch.Size(entry.shape), entry.dtype)
+        if role == BUFFER:
+            found[name] = OfFile(stored, stored.torch_dtype)
+        elif role in (VALUE, MASTER):
+            parameter = state.parameters.get(name)
+            dtype = DTYPES.get(parameter.dtype) if parameter is not None else None
+            if parameter is None or dtype is None or (role == MASTER and entry.dtype != "F32"):
+                raise CheckpointError(f"{path} has {named(held)}, which is not as {directory / STATE} tells; take another checkpoint")
+            rounds_away = state.precision.master == "split" and role == MASTER and dtype == torch.bfloat16
+            found |= dict.fromkeys([name, *parameter.also], OfFile(stored, dtype, rounds_away))
     return found
 
 
@@ -176,6 +185,9 @@ def _write(
             tensors.pop(name, None)
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
         tensors.pop(name, None)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in STORED:
+            raise ConfigError(f"{name} is {tensor.dtype}, which safetensors files do not hold; convert it first")
     places = stored_places(model, {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()})
     outputs = [Output(name, place.shape, place.dtype, partial(_parts, tensors, place)) for name, place in places.items()]
     parameters = sum(tensors[n].shape.numel() for n, _ in model.named_parameters() if n in tensors)

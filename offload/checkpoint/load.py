@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,18 @@ from torch import nn
 from offload.checkpoint import disk
 from offload.checkpoint.codec import decode
 from offload.checkpoint.content import BUFFER, MASTER, OTHER, VALUE, SavedState, read_state
+from offload.checkpoint.dtypes import OF_STORED, STORED
 from offload.checkpoint.manifest import STATE, TENSORS, read_manifest, verify
-from offload.checkpoint.save import PIECE, STORED, checked, group_names, persistent_buffers, stored_moments
+from offload.checkpoint.modules import extra_state_keys, persistent_buffers, set_extra_states
+from offload.checkpoint.save import PIECE, checked, group_names, stored_moments
 from offload.checkpoint.tensorfile import Entry, read_header
 from offload.engine.engine import Engine
 from offload.engine.record import DTYPE_NAMES, Record
-from offload.errors import CheckpointError, SwapError
-from offload.optim.adam import Adam
+from offload.errors import CheckpointError, SwapError, named
+from offload.optim.adam import Adam, check_group
+from offload.planner.form import MOMENTS
 
-_TORCH = {name: dtype for dtype, name in STORED.items()}
 _Want = tuple[str, tuple[int, ...]]  # dtype and shape of a tensor that is to be there
-_Reader = Callable[[torch.Tensor], None]  # fills a flat tensor with what comes next
 
 
 def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -49,15 +50,18 @@ def restore(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
     _check_optimizer(directory, state, engine, adam)
     buffers = persistent_buffers(model)
     _check_names(directory, "buffers", state.buffers, buffers)
+    _check_names(directory, "extra states", state.modules, extra_state_keys(model))
     others = {f"{OTHER}/{i}" for i in range(len(entries))} & entries.keys()
-    wanted = _wanted(engine, state) | {f"{BUFFER}/{n}": (STORED[b.dtype], tuple(b.shape)) for n, b in buffers.items()}
+    wanted = _wanted(engine, state) | {f"{BUFFER}/{n}": (STORED.get(b.dtype, str(b.dtype)), tuple(b.shape)) for n, b in buffers.items()}
     _check_entries(directory / TENSORS, entries, wanted, others)
     try:
         with disk.opened(directory / TENSORS) as file:
             tensors = {int(name.partition("/")[2]): _whole(file, entries[name]) for name in others}
             settings = [decode(group.settings, tensors) for group in state.groups]
             more = {name: decode(values, tensors) for name, values in state.more.items()}
+            modules = {key: decode(value, tensors) for key, value in state.modules.items()}
             extra = decode(state.extra, tensors)
+            _check_settings(directory, adam, settings, more)
             _fill(engine, file, entries, buffers)
     except SwapError:
         raise
@@ -66,6 +70,7 @@ def restore(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
             f"{directory / TENSORS} could not be read to its end, so the model is loaded in part only: {error.strerror or error}; load again"
         ) from error
     _install(engine, adam, state, settings, more)
+    set_extra_states(model, modules)
     return extra
 
 
@@ -86,7 +91,8 @@ def check_parameters(directory: Path, state: SavedState, engine: Engine) -> None
             raise CheckpointError(f"{record.name} was {was} in {directory} and is {now} in the model: set its requires_grad before prepare()")
         if saved.dtype != DTYPE_NAMES[record.dtype]:
             raise CheckpointError(
-                f"{record.name} is {saved.dtype} in {directory} and {DTYPE_NAMES[record.dtype]} in the model: convert the model before prepare()"
+                f"{record.name} is {named(saved.dtype)} in {directory} and {DTYPE_NAMES[record.dtype]} in the model: "
+                "convert the model before prepare()"
             )
 
 
@@ -99,7 +105,7 @@ def _check_names(directory: Path, what: str, saved: Iterable[str], present: Iter
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return ", ".join(map(named, names[:3])) + (", ..." if len(names) > 3 else "")
 
 
 def _check_precision(directory: Path, state: SavedState, engine: Engine) -> None:
@@ -132,6 +138,20 @@ def _check_optimizer(directory: Path, state: SavedState, engine: Engine, adam: A
         raise CheckpointError(f"{directory} has optimizer state of parameters that no group has ({_some(sorted(strays))}); take another checkpoint")
 
 
+def _check_settings(directory: Path, adam: Adam, settings: list[Any], more: dict[str, Any]) -> None:
+    """CheckpointError for what no optimizer of ours has saved."""
+    for i, (group, saved) in enumerate(zip(adam.param_groups, settings, strict=True)):
+        try:
+            if "params" in saved or not all(isinstance(key, str) for key in saved):
+                raise ValueError("it has other keys than settings")
+            check_group(group | saved)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"the settings of param group {i} of {directory} cannot be: {error}; take another checkpoint") from None
+    for name, values in more.items():
+        if not isinstance(values, dict) or not values.keys().isdisjoint(("step", *MOMENTS)):
+            raise CheckpointError(f"what {directory} has of the optimizer's state of {name} cannot be; take another checkpoint")
+
+
 def _wanted(engine: Engine, state: SavedState) -> dict[str, _Want]:
     """The tensors that the checkpoint is to have of parameters."""
     wanted: dict[str, _Want] = {}
@@ -161,16 +181,11 @@ def _check_entries(path: Path, entries: dict[str, Entry], wanted: dict[str, _Wan
 
 def _read(file: FileIO, out: torch.Tensor) -> None:
     """Fills a flat tensor."""
-    raw = memoryview(out.view(torch.uint8).numpy().data)
-    while raw.nbytes:
-        n = file.readinto(raw)
-        if not n:
-            raise OSError("it was cut while it was read")
-        raw = raw[n:]
+    disk.read(file, out.view(torch.uint8).numpy().data)
 
 
 def _whole(file: FileIO, entry: Entry) -> torch.Tensor:
-    value = torch.empty(entry.numel, dtype=_TORCH[entry.dtype])
+    value = torch.empty(entry.numel, dtype=OF_STORED[entry.dtype])
     file.seek(entry.start)
     _read(file, value)
     return value.view(entry.shape)
@@ -178,7 +193,7 @@ def _whole(file: FileIO, entry: Entry) -> torch.Tensor:
 
 def _pieces(file: FileIO, entry: Entry) -> Iterator[torch.Tensor]:
     for at in range(0, entry.numel, PIECE):
-        part = torch.empty(min(PIECE, entry.numel - at), dtype=_TORCH[entry.dtype])
+        part = torch.empty(min(PIECE, entry.numel - at), dtype=OF_STORED[entry.dtype])
         _read(file, part)
         yield part
 

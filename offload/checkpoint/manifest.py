@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from offload.checkpoint import disk
-from offload.errors import CheckpointError
+from offload.errors import CheckpointError, named
 
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 FORMAT, VERSION = "offload checkpoint", 1
@@ -101,7 +101,7 @@ def may_replace(directory: Path) -> bool:
 def read_manifest(directory: Path) -> Manifest:
     """CheckpointError for what is no whole manifest, and for one of a newer version."""
     path = directory / MANIFEST
-    if not directory.is_dir():
+    if not os.path.isdir(directory):  # Path's own raises where a name is too long
         raise CheckpointError(f"{directory} is no directory, so no checkpoint")
     if not os.path.lexists(path):
         raise CheckpointError(f"{directory} has no {MANIFEST}: it is no checkpoint, or not a whole one; take another")
@@ -111,7 +111,8 @@ def read_manifest(directory: Path) -> Manifest:
         raise CheckpointError(f"{path} is not the manifest of a checkpoint of offload's, or is damaged; take another")
     version = content.get("version")
     if isinstance(version, int) and version > VERSION:
-        raise CheckpointError(f"{directory} is a checkpoint of version {version}; this release reads up to {VERSION}: update offload to read it")
+        newer = named(str(version))
+        raise CheckpointError(f"{directory} is a checkpoint of version {newer}; this release reads up to {VERSION}: update offload to read it")
     listed = content.get("files")
     manifest = Manifest({name: _listed(path, name, entry) for name, entry in listed.items()} if isinstance(listed, dict) else {})
     if not manifest.files or manifest.render() != text:
@@ -122,9 +123,9 @@ def read_manifest(directory: Path) -> Manifest:
 def _listed(path: Path, name: str, entry: Any) -> Listed:
     good = isinstance(entry, dict) and entry.keys() == {"bytes", "xxh3_128"} and type(entry["bytes"]) is int and entry["bytes"] >= 0
     if not good or not isinstance(entry["xxh3_128"], str) or not _SUM.fullmatch(entry["xxh3_128"]):
-        raise CheckpointError(f"{path} is damaged: what it says of {name!r} is no size with a checksum; take another checkpoint")
+        raise CheckpointError(f"{path} is damaged: what it says of {named(name)} is no size with a checksum; take another checkpoint")
     if not _NAME.fullmatch(name) or name == MANIFEST:
-        raise CheckpointError(f"{path} names {name!r}, which no file of a checkpoint is called; take another checkpoint")
+        raise CheckpointError(f"{path} names {named(name)}, which no file of a checkpoint is called; take another checkpoint")
     return Listed(entry["bytes"], entry["xxh3_128"])
 
 
@@ -148,6 +149,14 @@ def parse(path: Path, text: bytes) -> Any:
         raise CheckpointError(f"{path} is damaged: it is no JSON ({error}); take another checkpoint") from None
 
 
+def checksum(file: FileIO) -> str:
+    """xxh3_128 of all that is left to read of a file."""
+    hashed, block = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK))
+    while count := file.readinto(block):
+        hashed.update(block[:count])
+    return str(hashed.hexdigest())
+
+
 def verify(directory: Path) -> None:
     """Reads every byte of a checkpoint and compares it with the manifest. CheckpointError names the file that is missing, cut or changed."""
     directory = Path(directory)
@@ -161,12 +170,9 @@ def check_file(path: Path, listed: Listed) -> None:
         size = os.fstat(file.fileno()).st_size
         if size != listed.nbytes:
             raise CheckpointError(f"{path} has {size} bytes of {listed.nbytes}: it was cut or written over; take another checkpoint")
-        hashed, buffer = xxhash.xxh3_128(), bytearray(min(_BLOCK, max(size, 1)))
-        view = memoryview(buffer)
         try:
-            while n := file.readinto(buffer):
-                hashed.update(view[:n])
+            found = checksum(file)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}; take another checkpoint") from error
-    if hashed.hexdigest() != listed.xxh3_128:
+    if found != listed.xxh3_128:
         raise CheckpointError(f"{path} is damaged: its bytes are not those that were saved; take another checkpoint")

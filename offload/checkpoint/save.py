@@ -13,7 +13,9 @@ from torch import nn
 from offload.checkpoint import disk
 from offload.checkpoint.codec import Encoder
 from offload.checkpoint.content import BUFFER, MASTER, OTHER, VALUE, SavedGroup, SavedParameter, SavedPrecision, SavedState
+from offload.checkpoint.dtypes import STORED
 from offload.checkpoint.manifest import STATE, TENSORS, Manifest, may_replace
+from offload.checkpoint.modules import extra_states, persistent_buffers
 from offload.checkpoint.tensorfile import arrange, header
 from offload.engine.engine import Engine
 from offload.engine.record import DTYPE_NAMES, DTYPES, Record
@@ -22,10 +24,6 @@ from offload.errors import CheckpointError, ConfigError, SwapError
 from offload.optim.adam import Adam
 
 PIECE = 1 << 20  # elements moved at once
-STORED = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32",
-    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
-}  # fmt: skip
 
 
 class Held(NamedTuple):
@@ -38,12 +36,13 @@ class Held(NamedTuple):
 
 
 def save(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None) -> None:
-    """Writes a checkpoint from which `load` goes on to the bit: parameters, masters, moments, steps, param groups, persistent buffers, `extra`.
+    """Writes a checkpoint from which `load` goes on to the bit: parameters, masters, moments, steps, param groups, persistent buffers, the extra
+    state of modules, `extra`.
 
-    `extra` has None, bool, int, float, str, bytes, list, tuple, dict and tensors; so have the state dicts of schedulers and scalers. Gradients are
-    not kept: save after `step()`. The directory is whole or absent, whatever happens; one that was there before stays until it is replaced at
-    once. Memory for a few pieces of at most 8 MiB is taken beside the budgets. Raises `CheckpointError` where it cannot be written, `ConfigError`
-    for an `extra` that cannot be kept and for an optimizer that is not offload.optim's, `SwapError`.
+    `extra`, like the extra state, has None, bool, int, float, str, bytes, list, tuple, dict and tensors; so have the state dicts of schedulers and
+    scalers. Gradients are not kept: save after `step()`. The directory is whole or absent, whatever happens; one that was there before stays until
+    it is replaced at once. Memory for a few pieces of at most 8 MiB is taken beside the budgets. Raises `CheckpointError` where it cannot be
+    written, `ConfigError` for a value that cannot be kept and for an optimizer that is not offload.optim's, `SwapError`.
     """
     save_through(None, directory, model, optimizer, extra)
 
@@ -54,6 +53,8 @@ def save_through(
     """As `save`; what is being written lies in `saving` until it is whole, or beside `directory`."""
     engine, adam = checked(model, optimizer, "save()")
     target = Path(os.path.abspath(directory))
+    if "\0" in str(target):
+        raise ConfigError(f"{str(target)!r} can be no directory, as it has a zero byte; save to another")
     state, tensors = _gather(engine, adam, extra)
     try:
         with disk.replacing(target, may_replace, saving) as where:
@@ -96,12 +97,6 @@ def checked(model: nn.Module, optimizer: torch.optim.Optimizer, doing: str) -> t
     engine.early.refuse(doing)
     engine.synchronize()
     return engine, optimizer
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Those that a state dict has, each once."""
-    skipped = {id(b) for m in model.modules() for name, b in m._buffers.items() if name in m._non_persistent_buffers_set}
-    return {name: b for name, b in model.named_buffers() if id(b) not in skipped}
 
 
 def tied_names(model: nn.Module, engine: Engine) -> dict[int, list[str]]:
@@ -147,6 +142,7 @@ def _gather(engine: Engine, adam: Adam, extra: Any) -> tuple[SavedState, list[He
             for r in engine.records
         },
         buffers=list(buffers),
+        modules={key: encoder.encode(value, key) for key, value in extra_states(engine.model).items()},
         groups=groups,
         more=more,
         skipped=adam.skipped,

@@ -17,7 +17,7 @@ from typing import Any
 
 from offload.checkpoint import disk
 from offload.checkpoint.manifest import parse
-from offload.errors import CheckpointError
+from offload.errors import CheckpointError, named
 
 BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "U16": 2, "U32": 4, "U64": 8}
 HEADER_MOST = 100_000_000  # as the format has it
@@ -77,7 +77,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     at = 0
     for name, entry in sorted(entries.items(), key=lambda e: (e[1].start, e[1].nbytes)):
         if entry.start != at:
-            raise CheckpointError(f"{path} is damaged: {name!r} starts at byte {entry.start}, and what is before it ends at {at}")
+            raise CheckpointError(f"{path} is damaged: {named(name)} starts at byte {entry.start}, and what is before it ends at {at}")
         at += entry.nbytes
     if at != size - 8 - length:
         raise CheckpointError(f"{path} is damaged: its tensors take {at} bytes, and {size - 8 - length} are there")
@@ -89,9 +89,10 @@ def _entry(path: Path, name: str, entry: Any) -> Entry:
         dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         good = len(entry) == 3 and dtype in BYTES and len(shape) <= DIMENSIONS_MOST
         good = good and all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, start, end))
+        good = good and math.prod(n or 1 for n in shape) < 1 << 62  # torch computes with the others even where one is 0
         made = Entry(dtype, shape, start)
         if good and end - start == made.nbytes:
             return made
     except (KeyError, TypeError, ValueError):
         pass
-    raise CheckpointError(f"{path} is damaged: what its header says of {name!r} is no dtype, shape and bytes of a tensor")
+    raise CheckpointError(f"{path} is damaged: what its header says of {named(name)} is no dtype, shape and bytes of a tensor")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -18,21 +20,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from offload.checkpoint import disk
+from offload.checkpoint.dtypes import OF_STORED
+from offload.checkpoint.modules import extra_state_keys, persistent_buffers, set_extra_states
 from offload.checkpoint.names import Place, renaming, stored_places, whole
 from offload.checkpoint.writer import INDEX, SINGLE
 from offload.engine.engine import Engine
-from offload.engine.record import DTYPES, Record
+from offload.engine.record import Record
 from offload.engine.registry import engine_of
-from offload.errors import CheckpointError
+from offload.errors import CheckpointError, named
 
 log = logging.getLogger("offload")
 _PARTIAL = "so the model is loaded in part only; load again"
 MOST_INDEX = 100_000_000  # bytes; safetensors allows a header as many
 PIECE = 1 << 22  # elements read at once
-_STORED_DTYPES = {
-    "F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
-    "BOOL": "bool",
-}  # fmt: skip
 
 
 @dataclass
@@ -58,14 +59,12 @@ class Stored:
         file.seek(self.start)
         for at in range(0, max(self.shape.numel(), 1), PIECE):
             part = torch.empty(min(PIECE, self.shape.numel() - at), dtype=self.torch_dtype)
-            raw = part.view(torch.uint8).numpy()
-            if file.readinto(raw.data) != raw.nbytes:
-                raise OSError(f"it ends within {self.name}")
+            disk.read(file, part.view(torch.uint8).numpy().data)
             yield part
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[_STORED_DTYPES[self.dtype]]
+        return OF_STORED[self.dtype]
 
     def cut(self, first: int, numel: int) -> Stored:
         """Elements [first, first + numel)."""
@@ -95,20 +94,22 @@ def load_pretrained(model: nn.Module, directory: str | Path, *, strict: bool = T
     Never holds more than a piece of a tensor beyond the budgets. Dtypes are converted to the parameters', by value. Names are transformers', older
     ones included; tensors that it splits or merges are. Names that the model ties may be missing. Any other missing name, a wrong shape or a damaged
     file is a `CheckpointError`, found before anything is written; with `strict=False` missing parameters keep the values they have, and are logged.
-    Names that the model has no place for are logged and returned, but for those that the architecture says to ignore.
+    So do missing buffers in any case. Names that the model has no place for, those of buffers that are not persistent among them, are logged and
+    returned, but for those that the architecture says to ignore. Extra state that is a tensor goes to its module's `set_extra_state`.
     """
     engine = engine_of(model)
     directory = Path(directory)
     stored = weights_in(directory)
-    targets, loaded = _assign(model, engine, stored)
-    loaded.missing = sorted(t.name for t in targets if isinstance(t.held, Record) and not t.filled)
-    if loaded.missing and strict:
+    targets, extra, loaded = _assign(model, engine, stored)
+    lacking = sorted(t.name for t in targets if isinstance(t.held, Record) and not t.filled)
+    if lacking and strict:
         raise CheckpointError(
-            f"{directory} lacks {len(loaded.missing)} of the model's parameters: {_few(loaded.missing)}; is it a directory of this architecture? "
+            f"{directory} lacks {len(lacking)} of the model's parameters: {_few(lacking)}; is it a directory of this architecture? "
             "With strict=False they keep the values they have"
         )
+    loaded.missing = sorted(t.name for t in targets if not t.filled)
     if loaded.missing:
-        log.warning("%s lacks %d parameters, which keep the values they have: %s", directory, len(loaded.missing), _few(loaded.missing))
+        log.warning("%s lacks %d tensors, which keep the values they have: %s", directory, len(loaded.missing), _few(loaded.missing))
     if loaded.unexpected:
         log.warning("%s has %d tensors that the model has no place for: %s", directory, len(loaded.unexpected), _few(loaded.unexpected))
     for target in sorted((t for t in targets if t.filled), key=lambda t: (t.in_order[0].path, t.in_order[0].start)):
@@ -116,25 +117,30 @@ def load_pretrained(model: nn.Module, directory: str | Path, *, strict: bool = T
             engine.state.write_parts(target.held, values(target.in_order, _PARTIAL))
         else:
             target.held.copy_(torch.cat(list(values(target.in_order, _PARTIAL))).view(target.held.shape))
+    set_extra_states(model, {key: torch.cat(list(values([entry], _PARTIAL))).view(entry.shape) for key, entry in extra.items()})
     return loaded
 
 
 def _few(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return ", ".join(map(named, names[:5])) + (", ..." if len(names) > 5 else "")
 
 
-def _assign(model: nn.Module, engine: Engine, stored: dict[str, Stored]) -> tuple[list[_Target], Loaded]:
-    """Which stored tensors make up each of the model's; CheckpointError for a shape or a dtype that does not fit."""
-    records, buffers = records_by_name(model, engine), dict(model.named_buffers())
+def _assign(model: nn.Module, engine: Engine, stored: dict[str, Stored]) -> tuple[list[_Target], dict[str, Stored], Loaded]:
+    """Which stored tensors make up each of the model's, and which are extra state of its modules; CheckpointError for a shape or a dtype that does
+    not fit."""
+    records, buffers, keys = records_by_name(model, engine), persistent_buffers(model), set(extra_state_keys(model))
     own = {r.name: meta(r) for r in engine.records} | {n: meta(b) for n, b in buffers.items()}
     places = {n: whole(r.name, own[r.name]) for n, r in records.items()} | {n: whole(n, own[n]) for n in buffers} | stored_places(model, own)
-    name_of = _naming(model, stored, set(places))
+    name_of = _naming(model, stored, set(places) | keys)
     targets = {r.name: _Target(r.name, r) for r in engine.records} | {n: _Target(n, b) for n, b in buffers.items()}
-    loaded = Loaded()
+    loaded, extra = Loaded(), dict[str, Stored]()
     found: list[tuple[bool, Place, Stored]] = []
     for entry in stored.values():
         name = name_of(entry.name)
         place = places.get(name)
+        if name in keys and entry.dtype in OF_STORED:
+            extra[name] = entry
+            continue
         if place is None:
             loaded.unexpected.append(entry.name)
             continue
@@ -148,7 +154,7 @@ def _assign(model: nn.Module, engine: Engine, stored: dict[str, Stored]) -> tupl
             at += run.numel
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     loaded.unexpected = [n for n in loaded.unexpected if not any(re.search(pattern, n) for pattern in ignored)]
-    return list(targets.values()), loaded
+    return list(targets.values()), extra, loaded
 
 
 def meta(held: Record | torch.Tensor) -> torch.Tensor:
@@ -160,7 +166,7 @@ def values(parts: Iterable[Stored], so: str) -> Iterator[torch.Tensor]:
     """What parts of files hold, in pieces. CheckpointError, with what follows from it, where one cannot be read."""
     for part in parts:
         try:
-            with part.path.open("rb", buffering=0) as file:
+            with FileIO(part.path) as file:
                 yield from part.parts(file)
         except OSError as error:
             raise CheckpointError(f"{part.path} could not be read to its end, {so}: {error}") from error
@@ -170,14 +176,14 @@ def weights_in(directory: Path) -> dict[str, Stored]:
     """Every stored tensor by name. Opens every file: CheckpointError for a directory without safetensors, for a damaged file, and for an
     index that names what is not there."""
     index, single = directory / INDEX, directory / SINGLE
-    if index.is_file():
+    if os.path.isfile(index):
         where = _index(index)
         files = {path: header(path) for path in sorted(set(where.values()))}
         for name, path in where.items():
             if name not in files[path]:
-                raise CheckpointError(f"{index} has {name} in {path.name}, which lacks it")
+                raise CheckpointError(f"{index} has {named(name)} in {path.name}, which lacks it")
         return {n: entry for path, header in files.items() for n, entry in header.items() if where.get(n, path) == path}
-    if single.is_file():
+    if os.path.isfile(single):
         return header(single)
     raise CheckpointError(f"{directory} has neither {SINGLE} nor {INDEX}; give a Hugging Face directory with safetensors weights")
 
@@ -186,13 +192,13 @@ def _index(index: Path) -> dict[str, Path]:
     try:
         if index.stat().st_size > MOST_INDEX:
             raise ValueError(f"it has {index.stat().st_size} bytes")
-        names: dict[str, Any] = json.loads(index.read_text())["weight_map"]
+        names: dict[str, Any] = json.loads(index.read_bytes())["weight_map"]
         files = {str(k): str(v) for k, v in names.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is no safetensors index: {error!r}") from None
+        raise CheckpointError(f"{index} is no safetensors index: {type(error).__name__}: {error!s:.200}") from None
     for name in set(files.values()):
-        if Path(name).name != name or not (index.parent / name).is_file():
-            raise CheckpointError(f"{index} names {name}, which is not in {index.parent}")
+        if Path(name).name != name or not os.path.isfile(index.parent / name):  # Path's own raises where a name is too long
+            raise CheckpointError(f"{index} names {named(name)}, which is not in {index.parent}")
     return {k: index.parent / v for k, v in files.items()}
 
 
@@ -202,13 +208,15 @@ def header(path: Path) -> dict[str, Stored]:
         with safe_open(path, framework="pt", device="cpu"), path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header: dict[str, Any] = json.loads(file.read(length))
+        return {name: _stored(name, path, 8 + length, entry) for name, entry in sorted(header.items()) if name != "__metadata__"}
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from None
-    return {
-        name: Stored(name, path, 8 + length + entry["data_offsets"][0], torch.Size(entry["shape"]), entry["dtype"])
-        for name, entry in sorted(header.items())
-        if name != "__metadata__"
-    }
+
+
+def _stored(name: str, path: Path, data: int, entry: dict[str, Any]) -> Stored:
+    if math.prod(n or 1 for n in entry["shape"]) >= 1 << 62:  # torch computes with the others even where one is 0
+        raise ValueError(f"{named(name)} has a shape that no tensor has")
+    return Stored(name, path, data + entry["data_offsets"][0], torch.Size(entry["shape"]), entry["dtype"])
 
 
 def records_by_name(model: nn.Module, engine: Engine) -> dict[str, Record]:
@@ -234,9 +242,10 @@ def _naming(model: nn.Module, stored: Iterable[str], known: set[str]) -> Callabl
 
 def _check(shape: torch.Size, dtype: torch.dtype, entry: Stored) -> None:
     if shape != entry.shape:
-        raise CheckpointError(f"{entry.name} in {entry.path} has shape {tuple(entry.shape)}; the model's is {tuple(shape)}")
-    stored = DTYPES.get(_STORED_DTYPES.get(entry.dtype, ""))
+        raise CheckpointError(f"{named(entry.name)} in {entry.path} has shape {tuple(entry.shape)}; the model's is {tuple(shape)}")
+    stored = OF_STORED.get(entry.dtype)
     if stored is None or stored.is_floating_point != dtype.is_floating_point:
         raise CheckpointError(
-            f"{entry.name} in {entry.path} is stored as {entry.dtype} and the model's is {dtype}: is it quantized? Give weights in F32, BF16 or F16"
+            f"{named(entry.name)} in {entry.path} is stored as {entry.dtype} and the model's is {dtype}: is it quantized? "
+            "Give weights in F32, BF16 or F16"
         )

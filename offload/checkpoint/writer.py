@@ -18,26 +18,22 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import torch
-import xxhash
 
 from offload.checkpoint.disk import exchange
+from offload.checkpoint.dtypes import STORED
+from offload.checkpoint.manifest import Hashed, checksum
 from offload.config import format_size
 from offload.errors import CheckpointError, OffloadError
 
 log = logging.getLogger("offload")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-BLOCK = 1 << 22  # bytes read back at once
 _OURS = re.compile(r"\.offload-saving-[0-9a-f]{16}")
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-# As safetensors sorts them, so that every tensor is aligned.
-_DTYPES = {
-    torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16",
-    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,10 @@ def write_directory(directory: Path, outputs: Sequence[Output], most: int, param
     `parameters`: their number, for the index. `others(path)` writes further files into a directory. CheckpointError: nothing is changed then,
     but where it says so.
     """
-    directory = directory.resolve()
+    try:
+        directory = directory.resolve()
+    except (OSError, ValueError) as error:  # too long, or with a zero byte
+        raise CheckpointError(f"{str(directory)!r:.200} can be no directory: {error}; give another") from None
     shards = _shards(outputs, most)
     names = [SINGLE] if len(shards) == 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     try:
@@ -104,7 +103,7 @@ def _header(ordered: Sequence[Output]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for output in ordered:
-        entries[output.name] = {"dtype": _DTYPES[output.dtype], "shape": list(output.shape), "data_offsets": [at, at + output.nbytes]}
+        entries[output.name] = {"dtype": STORED[output.dtype], "shape": list(output.shape), "data_offsets": [at, at + output.nbytes]}
         at += output.nbytes
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
@@ -113,25 +112,18 @@ def _header(ordered: Sequence[Output]) -> bytes:
 
 def _write(path: Path, outputs: Sequence[Output]) -> str:
     """Writes a file; returns the checksum of its bytes."""
-    order = list(_DTYPES)
+    order = list(STORED)
     ordered = sorted(outputs, key=lambda o: (order.index(o.dtype), o.name))
-    digest = xxhash.xxh3_128()
-    with path.open("xb", buffering=0) as file:
-
-        def put(data: memoryview) -> None:
-            digest.update(data)
-            while data:
-                data = data[file.write(data) :]
-
-        put(memoryview(_header(ordered)))
+    with FileIO(path, "xb") as file:
+        out = Hashed(file)
+        out.write(_header(ordered))
         for output in ordered:
-            written = 0
+            before = out.nbytes
             for part in output.parts():
-                put(part.contiguous().view(-1).view(torch.uint8).numpy().data)
-                written += part.nbytes
-            if written != output.nbytes:
-                raise CheckpointError(f"{output.name} gave {written} bytes of {output.nbytes}; nothing was saved")
-    return str(digest.hexdigest())
+                out.write(part.contiguous().view(-1).view(torch.uint8).numpy().data)
+            if out.nbytes - before != output.nbytes:
+                raise CheckpointError(f"{output.name} gave {out.nbytes - before} bytes of {output.nbytes}; nothing was saved")
+        return out.listed().xxh3_128
 
 
 def _write_index(path: Path, outputs: Sequence[Output], shards: dict[str, list[Output]], parameters: int) -> None:
@@ -142,13 +134,11 @@ def _write_index(path: Path, outputs: Sequence[Output], shards: dict[str, list[O
 
 def _compare(path: Path, want: str) -> None:
     """Reads a file from the disk, not from what the kernel still has of it, where that can be asked for."""
-    digest, block = xxhash.xxh3_128(), memoryview(bytearray(BLOCK))
-    with path.open("rb", buffering=0) as file:
+    with FileIO(path) as file:
         with suppress(OSError):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while count := file.readinto(block):
-            digest.update(block[:count])
-    if digest.hexdigest() != want:
+        found = checksum(file)
+    if found != want:
         raise CheckpointError(f"{path.name} reads back other bytes than were written, so nothing was saved: check the disk of {path.parent.parent}")
 
 

@@ -28,7 +28,8 @@ _EXTRA = {"allow_extra_args": True, "ignore_unknown_options": False}
 
 def emit(result: dict[str, Any], as_json: bool, text: Callable[[dict[str, Any]], str]) -> None:
     """Prints a command's result, for programs or for people."""
-    print(json.dumps(result, indent=1) if as_json else text(result))
+    said = json.dumps(result, indent=1) if as_json else text(result)
+    print(said.encode(errors="backslashreplace").decode())  # names of files may be no text
 
 
 @app.command(context_settings=_EXTRA)

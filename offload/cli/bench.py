@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -210,7 +211,7 @@ def bench_command(what: str, path: str, as_json: bool) -> int:
     if what not in (*PARTS, "all"):
         raise ConfigError(f"offload bench {what}: give one of {', '.join(PARTS)}, or all")
     directory = Path(path).resolve()
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise ConfigError(f"--path {path} is no directory")
     measures: dict[str, Callable[[], dict[str, Any]]] = {
         "copy": measure_copy, "swap": lambda: measure_swap(directory), "adam": measure_adam, "step": lambda: measure_step(directory)

@@ -115,7 +115,7 @@ def _text(result: dict[str, Any]) -> str:
 def doctor_command(path: str, as_json: bool) -> int:
     """Prints the findings; 0 also where something is degraded, as everything works without it."""
     directory = Path(path).resolve()
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise ConfigError(f"--path {path} is no directory")
     findings = [*_software(), *_processor(), *_memory(), *_disk(directory)]
     emit({"findings": [asdict(f) for f in findings], "degraded": [f.name for f in findings if f.mend]}, as_json, _text)

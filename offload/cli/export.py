@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ def _model_table(checkpoint: Path, model: str | None) -> ModelTable:
     """Which model a checkpoint is of: as `--model` says, else the run that it is in."""
     if model is not None:
         return ModelTable(path=str(Path(model).absolute()))
-    run = checkpoint.absolute().parents[1] / "config.toml"
-    if not run.is_file():
+    run = checkpoint.absolute().parent.parent / "config.toml"
+    if not os.path.isfile(run):
         raise ConfigError(f"{checkpoint} is in no run directory, so its model is not known; give --model a directory with its config.json")
     return RunConfig.load(run).model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from offload.errors import ConfigError
 def checkpoints(directory: str) -> list[Path]:
     """The checkpoint that `directory` is, or those of the run that it is, oldest first; at least one, or ConfigError."""
     path = Path(directory)
-    if not path.is_dir():
+    if not os.path.isdir(path):  # Path's own raises where a name is too long
         raise ConfigError(f"{directory} is no directory")
-    if not (path / "checkpoints").is_dir():
+    if not os.path.isdir(path / "checkpoints"):
         return [path]
-    found = sorted(p for p in (path / "checkpoints").iterdir() if p.is_dir() and p.name.startswith("step-"))
+    try:
+        found = sorted(p for p in (path / "checkpoints").iterdir() if p.is_dir() and p.name.startswith("step-"))
+    except OSError as error:
+        raise ConfigError(f"cannot look into {path / 'checkpoints'}: {error.strerror}") from None
     if not found:
         raise ConfigError(f"{directory} has no checkpoint yet")
     return found
@@ -45,11 +49,11 @@ def verify_command(directory: str, as_json: bool) -> int:
 
 def _swap_directories(directory: str) -> list[Path]:
     path = Path(directory)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise ConfigError(f"{directory} is no directory")
-    if not (path / "config.toml").is_file():
+    if not os.path.isfile(path / "config.toml"):
         return [path]
-    return [Path(disk) for disk, _ in RunConfig.load(path / "config.toml").tiers_value().nvme if Path(disk).is_dir()]
+    return [Path(disk) for disk, _ in RunConfig.load(path / "config.toml").tiers_value().nvme if os.path.isdir(disk)]
 
 
 def _text(result: dict[str, Any]) -> str:

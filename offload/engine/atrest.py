@@ -6,7 +6,8 @@ value read, and what the operation's schema marks as written is written back. A 
 on the value of its base, so writes through views reach the source. Operations on lists go element by element, so that a whole model is
 never read at once. Gradients of one parameter are summed by their sources, where they rest.
 A gradient is multiplied by a number, as clipping does, and unscaled by a GradScaler where it rests, without being read.
-There is no storage: what reaches for it is refused, for torch would follow a null pointer. numpy gets a copy that cannot be written to.
+There is no storage: what reaches for it is refused, for torch would follow a null pointer; only its size is told. numpy gets a copy that
+cannot be written to.
 
 [Note: moves]
 nn.Module._apply is what `.to()`, `.cuda()`, `.half()` and their kin come down to. They move nothing that rests and refuse a change of dtype. It
@@ -96,7 +97,13 @@ class AtRest(torch.Tensor):
     def _no_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise OffloadError(f"{self.source.describe()} rests outside memory that can be pointed at or shared; read it first, as with .clone()")
 
-    data_ptr = untyped_storage = storage = _typed_storage = share_memory_ = __dlpack__ = _no_memory
+    data_ptr = storage = _typed_storage = share_memory_ = __dlpack__ = _no_memory
+
+    def untyped_storage(self) -> _NoStorage:  # type: ignore[override]
+        return _NoStorage(self)
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return False
 
     @property
     def data(self) -> torch.Tensor:
@@ -149,6 +156,23 @@ class AtRest(torch.Tensor):
         return dispatch(func, args, kwargs or {})
 
 
+class _NoStorage:
+    """What stands for the memory that a tensor at rest has not. Its size can be asked for, as torch.distributed.checkpoint does; nothing else."""
+
+    def __init__(self, tensor: AtRest) -> None:
+        self._tensor = tensor
+
+    def size(self) -> int:
+        """Bytes, were the whole value in memory."""
+        source = self._tensor.source
+        return source.shape.numel() * source.dtype.itemsize
+
+    nbytes = size
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._tensor._no_memory()
+
+
 def _replay(base: torch.Tensor, chain: tuple[_Step, ...]) -> torch.Tensor:
     for func, args, kwargs, index in chain:
         out = func(base, *args, **kwargs)
@@ -166,6 +190,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _unscale(func, *args)
     if func is aten.mul_.Tensor and _multiplied(*args):
         return args[0]
+    if func is aten.zeros_like.default and args[0].is_contiguous() and _alike(args[0], kwargs):
+        return _zeros(args[0])
     if func is aten._to_copy.default:
         moved = _move(args[0], kwargs)
         if moved is not None:
@@ -214,6 +240,16 @@ def _unscale(func: Any, grads: list[torch.Tensor], found_inf: torch.Tensor, inv_
             _run(func, ([grad], found_inf, inv_scale), {})
         elif not known:
             found_inf.fill_(1.0)
+
+
+def _alike(x: AtRest, kwargs: dict[str, Any]) -> bool:
+    """Whether a `*_like` asks for the kind of tensor that `x` is."""
+    return all(value in (None, False, torch.preserve_format, getattr(x, key, None)) for key, value in kwargs.items())
+
+
+def _zeros(like: AtRest) -> torch.Tensor:
+    """Plain zeros that take memory only where they are written to: torch.distributed.checkpoint makes such a gradient for every parameter at once."""
+    return torch.from_numpy(np.zeros(like.numel() * like.element_size(), np.uint8)).view(like.dtype).view(like.shape)
 
 
 def _move(value: Any, kwargs: dict[str, Any]) -> AtRest | None:

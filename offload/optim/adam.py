@@ -351,6 +351,13 @@ def _check_values(record: Record, values: _Values) -> None:
             )
 
 
+def check_group(group: _Group) -> None:
+    """ValueError or TypeError for settings that no step could use."""
+    _refuse_unsupported(group)
+    _check_settings(group["lr"], group["betas"], group["eps"], group["weight_decay"])
+    _hyper(group, 1)
+
+
 def _hyper(group: _Group, step: int) -> Hypers:
     beta1, beta2 = group["betas"]
     return {

@@ -19,7 +19,7 @@ from offload.checkpoint.manifest import verify
 from offload.config import RunConfig
 from offload.errors import CheckpointError, ConfigError
 
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-([0-9]{8,})")
 _MAY_DIFFER = {
     "model": {"path"}, "data": {"source", "eval_sequences"}, "optimizer": set(), "precision": {"master"},
     "train": {"steps", "device", "activations", "updates"},
@@ -81,10 +81,11 @@ def fixed(config: RunConfig) -> dict[str, Any]:
 
 def position(checkpoint: Path, config: RunConfig) -> Mapping[str, Any]:
     """What a run's checkpoint has beside the model, but for tensors. ConfigError where the run file is that of another run."""
-    extra = read_state(checkpoint).extra
-    if not isinstance(extra, dict) or not extra.keys() >= _KEYS or type(extra["step"]) is not int or not isinstance(extra["run"], dict):
+    extra: dict[str, Any] = read_state(checkpoint).extra
+    good = isinstance(extra, dict) and extra.keys() >= _KEYS and type(extra["step"]) is int and extra["step"] >= 0
+    was, now = decode(extra["run"], {}) if good else None, fixed(config)
+    if not isinstance(was, dict) or not all(isinstance(table, dict) for table in was.values()):
         raise CheckpointError(f"{checkpoint} is no checkpoint of `offload train`; offload.load reads it")
-    was, now = decode(extra["run"], {}), fixed(config)
     for table, keys in now.items():
         for key, value in keys.items():
             before = was.get(table, {}).get(key, value)
@@ -96,6 +97,21 @@ def position(checkpoint: Path, config: RunConfig) -> Mapping[str, Any]:
     if extra["step"] > config.train.steps:
         raise ConfigError(f"train.steps = {config.train.steps}: {checkpoint} is past that; raise it, or start another run with --out")
     return extra
+
+
+def check(extra: Mapping[str, Any], scaler: torch.amp.GradScaler, checkpoint: Path) -> None:
+    """Takes the loss scale, and tries the rest of what a run's checkpoint has beside the model. CheckpointError for what no run has saved."""
+    try:
+        if not all(isinstance(value, (int, float)) for value in extra["scaler"].values()):
+            raise ValueError("the loss scale is no number")
+        if not all(isinstance(value, int) for value in extra["moved_bytes"].values()):
+            raise ValueError("bytes moved are no numbers")
+        if not isinstance(extra["eval_loss_first"], (float, int, type(None))):
+            raise ValueError("the first evaluation is no number")
+        scaler.load_state_dict(dict(extra["scaler"]))
+        set_random_state(extra["random"])
+    except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint} has what no run has saved, so none goes on from it: {error}; take another") from None
 
 
 def random_state() -> dict[str, Any]:
@@ -119,5 +135,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
     random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    kind, keys, at, *rest = state["numpy"]
+    if not 0 <= at <= len(keys):  # numpy would read what lies behind
+        raise ValueError(f"the generator of numpy is at {at} of {len(keys)}")
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), at, *rest))

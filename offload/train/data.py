@@ -107,4 +107,4 @@ def split(files: Sequence[str], held_out: float, seed: int) -> tuple[list[Span],
 def has_tokenizer(directory: Path) -> bool:
     """Whether `directory` holds the files of a tokenizer."""
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
-    return any((directory / name).is_file() for name in names)
+    return any(os.path.isfile(directory / name) for name in names)

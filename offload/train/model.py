@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,12 @@ def load_config(table: ModelTable) -> Any:
     except ImportError:
         raise ConfigError("[model] needs transformers: pip install 'offload[hf]'") from None
     if table.path is not None:
-        if not (Path(table.path) / "config.json").is_file():
+        if not os.path.isfile(Path(table.path) / "config.json"):  # Path's own raises where a name is too long
             raise ConfigError(f"model.path: no config.json in {table.path}; give a Hugging Face model directory")
         try:
             config = AutoConfig.from_pretrained(table.path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path: {' '.join(str(error).split())}") from None
+        except Exception as error:  # as below
+            raise ConfigError(f"model.path: {table.path} has a config.json that transformers does not take: {_line(error)}") from None
     else:
         kind = str(table.type)
         if kind not in CONFIG_MAPPING:
@@ -64,11 +65,16 @@ def load_config(table: ModelTable) -> Any:
         try:
             config = AutoConfig.for_model(kind, **table.config)
         except Exception as error:  # configurations check themselves with errors of many kinds
-            raise ConfigError(f"model.config: {' '.join(str(error).split())}") from None
+            raise ConfigError(f"model.config: {_line(error)}") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"model.path: {config.model_type} in {table.path} is no causal language model in transformers")
     config.use_cache = False
     return config
+
+
+def _line(error: Exception) -> str:
+    """What an error of others' says, as part of a line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
 
 
 def _near(word: str, known: Iterable[str]) -> str:
@@ -77,11 +83,14 @@ def _near(word: str, known: Iterable[str]) -> str:
 
 
 def build(config: Any, device: str = "meta", dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A causal language model of `config` in training mode, parameters of `dtype` on `device`."""
+    """A causal language model of `config` in training mode, parameters of `dtype` on `device`; ConfigError where there is no such model."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device(device):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    try:
+        with torch.device(device):
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    except Exception as error:  # sizes that do not go together fail in as many ways as there are architectures
+        raise ConfigError(f"transformers cannot make a {config.model_type} of this configuration: {_line(error)}") from error
     return model.train()
 
 

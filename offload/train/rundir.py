@@ -25,6 +25,12 @@ def _own(name: str) -> bool:
     return name in _OWN or name.startswith(_SCRATCH)
 
 
+def _is_record(record: Any, step: int) -> bool:
+    """Whether a line of `metrics.jsonl` has what a summary is made of."""
+    numbers = ("loss", "seconds", "tokens", "compute_seconds")
+    return record["step"] == step and all(isinstance(record[key], (int, float)) for key in numbers) and isinstance(record["stall_seconds"], dict)
+
+
 class RunDirectory:
     """A locked run directory, made if missing; what an earlier run left in it is replaced by `begin`, anything else in it is a refusal. `resume`
     goes on with it.
@@ -85,7 +91,7 @@ class RunDirectory:
         try:
             summary = json.loads((self.path / SUMMARY).read_text())
             done = not summary["interrupted"] and summary["steps"] >= steps
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         return summary if done else None
 
@@ -97,10 +103,10 @@ class RunDirectory:
             with open(path, "rb") as file:
                 for line in itertools.islice(file, steps):
                     records.append(json.loads(line))
-            good = [r["step"] for r in records] == list(range(1, steps + 1)) or not steps
+            good = len(records) == steps and all(_is_record(r, i) for i, r in enumerate(records, 1))
         except FileNotFoundError:
             good = not steps
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path} cannot be read back to step {steps}, so the run cannot go on: {error}; start another with --out") from None
         if not good:
             raise ConfigError(f"{path} lacks steps before {steps}, where the checkpoint is, so the run cannot go on; start another with --out")
@@ -116,7 +122,7 @@ class RunDirectory:
         """Writes a file that is whole or absent, whenever the machine stops."""
         partial = self.path / f".partial-{name}"
         try:
-            with open(partial, "w") as file:
+            with open(partial, "w", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
