@@ -20,15 +20,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3
 from helpers import ids, same
 
 ROOT = Path(__file__).parents[1]
-LIMIT = 128 << 20  # bytes, over what the process had before it joined the cgroup
-SHARD = "50MB"
+LIMIT = 72 << 20  # bytes, over what the process had before it joined the cgroup
+SHARD = "30MB"
 SIZES = {"vocab_size": 16384, "hidden_size": 512, "num_attention_heads": 8, "max_position_embeddings": 64}
-EXPERTS = {"num_key_value_heads": 4, "head_dim": 64, "num_experts_per_tok": 2, "num_hidden_layers": 8}
+EXPERTS = {"num_key_value_heads": 4, "head_dim": 64, "num_experts_per_tok": 2, "num_hidden_layers": 4}
 RANDOM: dict[str, tuple[Callable[[], Any], torch.dtype, str]] = {
-    "untied": (lambda: LlamaConfig(**SIZES, num_hidden_layers=24, intermediate_size=1408), torch.bfloat16, "5GB"),
-    "tied": (lambda: LlamaConfig(**SIZES, num_hidden_layers=24, intermediate_size=1408, tie_word_embeddings=True), torch.bfloat16, "5GB"),
-    "sharded": (lambda: LlamaConfig(**SIZES, num_hidden_layers=24, intermediate_size=1408), torch.bfloat16, SHARD),
-    "fp32": (lambda: LlamaConfig(**SIZES, num_hidden_layers=12, intermediate_size=1408), torch.float32, "5GB"),
+    "untied": (lambda: LlamaConfig(**SIZES, num_hidden_layers=12, intermediate_size=1408), torch.bfloat16, "5GB"),
+    "tied": (lambda: LlamaConfig(**SIZES, num_hidden_layers=12, intermediate_size=1408, tie_word_embeddings=True), torch.bfloat16, "5GB"),
+    "sharded": (lambda: LlamaConfig(**SIZES, num_hidden_layers=12, intermediate_size=1408), torch.bfloat16, SHARD),
+    "fp32": (lambda: LlamaConfig(**SIZES, num_hidden_layers=6, intermediate_size=1408), torch.float32, "5GB"),
     "mixtral": (lambda: MixtralConfig(**SIZES, **EXPERTS, intermediate_size=1408, num_local_experts=4), torch.bfloat16, "5GB"),
     "qwen3 moe": (
         lambda: Qwen3MoeConfig(**SIZES, **EXPERTS, intermediate_size=1408, moe_intermediate_size=704, num_experts=8), torch.bfloat16, SHARD,
@@ -55,13 +55,13 @@ def on_meta(kind):
         return AutoModelForCausalLM.from_config(config, dtype=config.dtype)
 
 def streamed(kind):
-    tiers = offload.Tiers(device="256MiB", host="40MiB", nvme=[(str(base / "swap"), "4GiB")])  # slots are for a forward, which is not run
+    tiers = offload.Tiers(device="256MiB", host="24MiB", nvme=[(str(base / "swap"), "4GiB")])  # slots are for a forward, which is not run
     model = offload.prepare(on_meta(kind), tiers, device="cpu", place=dict.fromkeys(("parameter", "gradient", "optimizer"), "nvme"))
     with offload.runtime(model):
         loaded = offload.load_pretrained(model, base / kind)
         assert not loaded.missing and not loaded.unexpected, loaded
         shards = (base / kind / "model.safetensors.index.json").exists()
-        offload.save_pretrained(model, base / f"{kind} out", max_shard_size="50MB" if shards else "5GB")
+        offload.save_pretrained(model, base / f"{kind} out", max_shard_size="30MB" if shards else "5GB")
 
 def whole(kind):
     model = on_meta(kind).to_empty(device="cpu")
