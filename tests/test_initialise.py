@@ -15,12 +15,21 @@ from torch import nn
 
 import offload
 from helpers import BF16, FP32, Net, Prepared, bits, ids, plain, same, same_models
+from offload.engine import initialise, recipes
 
 
 @pytest.fixture
 def prepared(tmp_path: Path) -> Iterator[Prepared]:
     with Prepared(tmp_path) as make:
         yield make
+
+
+@pytest.fixture(autouse=True, params=["whole", "in pieces"])
+def _recipes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every parameter counted as large, too."""
+    if request.param == "in pieces":
+        monkeypatch.setattr(initialise, "LARGE", 0)
+        monkeypatch.setattr(recipes, "PIECE", 64)
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
@@ -467,3 +476,21 @@ def test_a_copy_of_a_meta_model_can_be_prepared(prepared: Prepared) -> None:
     meta = on_meta(Net)
     a, b = prepared(copy.deepcopy(meta), "host", keep=True), prepared(copy.deepcopy(meta), "nvme", keep=True)
     same_models(a, b)
+
+
+def test_what_fills_elements_alike_is_made_in_pieces(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of an architecture's large parameters lies in memory whole; the values are the same however many threads make them."""
+    monkeypatch.setattr(initialise, "LARGE", 0)
+    monkeypatch.setattr(recipes, "PIECE", 1000)
+    made: list[str] = []
+    parts = recipes.Recipe.parts
+    monkeypatch.setattr(recipes.Recipe, "parts", lambda self, seed: made.append(self.name) or parts(self, seed))
+    read = []
+    for threads in (1, 4):
+        monkeypatch.setattr(recipes, "THREADS_MOST", threads)
+        twin = prepared(on_meta(llama), "host", keep=True)
+        read.append(values(twin))
+        assert set(made) == set(read[-1])
+        made.clear()
+    for n, value in read[0].items():
+        same(read[1][n], value, n)

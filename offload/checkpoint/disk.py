@@ -25,6 +25,22 @@ _renameat2: Any = getattr(_libc, "renameat2", None)
 _sync_file_range: Any = getattr(_libc, "sync_file_range", None)
 
 
+def create_direct(path: Path) -> FileIO | None:
+    """A new file to be written past the page cache, from whole pages of memory; None, and no file, where that is not to be had."""
+    try:
+        return FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT, 0o666), "wb")
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        path.unlink(missing_ok=True)  # it is made before it is refused
+        return None
+
+
+def through_cache(file: FileIO) -> None:
+    """From here on a direct file is written as any other."""
+    fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+
 def write(file: FileIO, data: memoryview | bytes) -> None:
     """Writes all of `data`."""
     left = memoryview(data)

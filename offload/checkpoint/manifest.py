@@ -62,17 +62,22 @@ class Manifest:
 
     files: dict[str, Listed] = field(default_factory=dict)
 
-    def add(self, directory: Path, name: str, parts: Iterable[memoryview | bytes]) -> None:
-        """Writes a file of the checkpoint, part by part: one is made while the one before is written."""
-        with FileIO(directory / name, "xb") as file, ThreadPoolExecutor(1, "offload-save") as pool:
-            out, written = Hashed(file), None
-            for part in parts:
-                if written is not None:
-                    written.result()
-                written = pool.submit(out.write, part)
-            if written is not None:
-                written.result()
-            self.files[name] = out.listed()
+    def add(self, directory: Path, name: str, parts: Iterable[memoryview | bytes], nbytes: int = 0, room: int = 0) -> None:
+        """Writes a file of the checkpoint, part by part: one is made while those before it are written.
+
+        One of `nbytes`, if they are many, goes past the page cache, in blocks that take at most `room` bytes of memory, where that is enough.
+        """
+        from offload.checkpoint import blocks  # numpy is not for those who verify
+
+        file = disk.create_direct(directory / name) if nbytes >= blocks.FILE_LEAST else None
+        if file is not None:
+            with file:
+                written = Listed(*blocks.write_blocks(file, parts, blocks.block_bytes(room)))
+                disk.sync(file.fileno())
+        else:
+            with FileIO(directory / name, "xb") as file:
+                written = _through_cache(file, parts)
+        self.files[name] = written
 
     def write(self, directory: Path) -> None:
         """Writes the manifest itself; the checkpoint is whole from then on."""
@@ -87,6 +92,18 @@ class Manifest:
         content = {"format": FORMAT, "version": VERSION, "files": files}
         own = xxhash.xxh3_128_hexdigest(_render(content))
         return _render(content | {"xxh3_128": own})
+
+
+def _through_cache(file: FileIO, parts: Iterable[memoryview | bytes]) -> Listed:
+    with ThreadPoolExecutor(1, "offload-save") as pool:
+        out, written = Hashed(file), None
+        for part in parts:
+            if written is not None:
+                written.result()
+            written = pool.submit(out.write, part)
+        if written is not None:
+            written.result()
+        return out.listed()
 
 
 def _render(content: Mapping[str, Any]) -> bytes:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +23,7 @@ from offload.checkpoint.tensorfile import arrange, header
 from offload.engine.engine import Engine
 from offload.engine.record import DTYPE_NAMES, DTYPES, Record
 from offload.engine.registry import engine_of, record_of
+from offload.engine.state import READERS, Piece, ahead
 from offload.errors import CheckpointError, ConfigError, SwapError
 from offload.optim.adam import Adam
 
@@ -27,12 +31,12 @@ PIECE = 1 << 20  # elements moved at once
 
 
 class Held(NamedTuple):
-    """A tensor to write: its values come in flat CPU tensors, in order."""
+    """A tensor to write: its values come in flat CPU tensors, in order, each read when it is called."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: Callable[[], Iterable[torch.Tensor]]
+    parts: Callable[[], Iterable[Piece]]
 
 
 def save(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None) -> None:
@@ -58,7 +62,7 @@ def save_through(
     state, tensors = _gather(engine, adam, extra)
     try:
         with disk.replacing(target, may_replace, saving) as where:
-            _write(where, state, tensors)
+            _write(where, state, tensors, _room(engine))
     except SwapError:
         raise
     except OSError as error:
@@ -68,20 +72,25 @@ def save_through(
         ) from error
 
 
-def _write(where: Path, state: SavedState, tensors: list[Held]) -> None:
+def _room(engine: Engine) -> int:
+    """Bytes of memory that the budgets leave while nothing is computed."""
+    return engine.plan.free_bytes if engine.device.compute.type == "cpu" else engine.budgets["host"].free
+
+
+def _write(where: Path, state: SavedState, tensors: list[Held], room: int) -> None:
     entries = arrange((t.name, STORED[t.dtype], t.shape) for t in tensors)
-    of = {t.name: t for t in tensors}
+    of, first = {t.name: t for t in tensors}, header(entries)
     manifest = Manifest()
-    manifest.add(where, TENSORS, _bytes(header(entries), (of[name] for name in entries)))
+    with ThreadPoolExecutor(READERS, "offload-read") as pool:
+        parts = ahead(pool, (part for name in entries for part in of[name].parts()))
+        manifest.add(where, TENSORS, chain([first], map(_raw, parts)), len(first) + sum(e.nbytes for e in entries.values()), room)
     manifest.add(where, STATE, [state.render()])
     manifest.write(where)
 
 
-def _bytes(first: bytes, tensors: Iterable[Held]) -> Iterator[memoryview | bytes]:
-    yield first
-    for tensor in tensors:
-        for part in tensor.parts():
-            yield part.view(torch.uint8).numpy().data
+def _raw(part: torch.Tensor) -> memoryview:
+    data: memoryview = part.view(torch.uint8).numpy().data
+    return data
 
 
 def checked(model: nn.Module, optimizer: torch.optim.Optimizer, doing: str) -> tuple[Engine, Adam]:
@@ -161,11 +170,11 @@ def _encoded(encoder: Encoder, value: dict[str, Any], where: str) -> dict[str, A
 
 def _of_parameter(engine: Engine, record: Record, moved: bool) -> Iterator[Held]:
     if not record.trained:
-        yield Held(f"{VALUE}/{record.name}", record.dtype, tuple(record.shape), lambda: engine.state.stream(record, "value"))
+        yield Held(f"{VALUE}/{record.name}", record.dtype, tuple(record.shape), lambda: engine.state.pieces(record, "value"))
         return
-    yield Held(f"{MASTER}/{record.name}", torch.float32, tuple(record.shape), lambda: engine.state.stream(record, "master"))
+    yield Held(f"{MASTER}/{record.name}", torch.float32, tuple(record.shape), lambda: engine.state.pieces(record, "master"))
     for role, dtype, shape in stored_moments(engine, record) if moved else ():
-        yield Held(f"{role}/{record.name}", dtype, shape, lambda role=role: engine.state.stream_stored(record, role))  # type: ignore[misc]
+        yield Held(f"{role}/{record.name}", dtype, shape, lambda role=role: engine.state.stored_pieces(record, role))  # type: ignore[misc]
 
 
 def stored_moments(engine: Engine, record: Record) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
@@ -178,10 +187,9 @@ def _plain(name: str, tensor: torch.Tensor, what: str) -> Held:
     if tensor.dtype not in STORED or tensor.layout != torch.strided or tensor.is_meta:
         raise ConfigError(f"{what} is {tensor.dtype}, {tensor.layout} on {tensor.device}, which a checkpoint does not hold; convert it first")
 
-    def parts() -> Iterator[torch.Tensor]:
-        with torch.no_grad():
-            flat = tensor.detach().reshape(-1)
-            for at in range(0, flat.numel(), PIECE):
-                yield flat[at : at + PIECE].to(device="cpu", copy=True)
+    def parts() -> Iterator[Piece]:
+        flat = tensor.detach().reshape(-1)
+        for at in range(0, flat.numel(), PIECE):
+            yield partial(flat[at : at + PIECE].to, device="cpu", copy=True)
 
     return Held(name, tensor.dtype, tuple(tensor.shape), parts)

@@ -147,7 +147,7 @@ class Background:
             raise
         job.updated = True
         if written and self._jobs[unit].get(chunk) is job:
-            del self._jobs[unit][chunk]
+            self._jobs[unit].pop(chunk, None)  # another reader may just have
 
     def let_go(self, unit: int, chunk: int) -> None:
         """Returns when no update reads the chunk's gradient any more, whatever became of it."""

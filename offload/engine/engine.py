@@ -7,6 +7,7 @@ import math
 import os
 import weakref
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import torch
@@ -25,7 +26,7 @@ from offload.engine.initialise import fill_buffers, initial_values
 from offload.engine.record import CODES, DTYPES, Record, Unit
 from offload.engine.slots import Slots
 from offload.engine.sources import MomentSource, ValueSource
-from offload.engine.state import State
+from offload.engine.state import READERS, State, ahead
 from offload.engine.streamer import Streamer
 from offload.engine.update import Updates
 from offload.errors import BudgetError, ConfigError, OffloadError
@@ -207,7 +208,7 @@ class Engine:
         if missing:
             values = initial_values(self.model, missing, self.seed)
             for record in missing:
-                self.state.write_value(record, values.pop(record.name), ready=False)
+                self.state.write_parts(record, values.pop(record.name), ready=False)
         unit.initialised = True
 
     def _before_access(self, record: Record, reading: bool) -> None:
@@ -315,11 +316,12 @@ class Engine:
     def digest(self) -> str:
         """A hash, by name, of fp32 master values, moments and steps; frozen parameters by value."""
         whole = xxhash.xxh3_128()
-        for record in sorted(self.records, key=lambda r: r.name):
-            whole.update(f"{record.name} {record.step} ".encode())
-            for role in ("master", "exp_avg", "exp_avg_sq") if record.trained else ("value",):
-                for part in self.state.stream(record, role):
-                    whole.update((part.float() if part.dtype in CODES else part).view(torch.uint8).numpy().data)
+        with ThreadPoolExecutor(READERS, "offload-digest") as pool:
+            for record in sorted(self.records, key=lambda r: r.name):
+                whole.update(f"{record.name} {record.step} ".encode())
+                for role in ("master", "exp_avg", "exp_avg_sq") if record.trained else ("value",):
+                    for part in ahead(pool, self.state.pieces(record, role)):
+                        whole.update((part.float() if part.dtype in CODES else part).view(torch.uint8).numpy().data)
         return whole.hexdigest()
 
     def synchronize(self) -> None:

@@ -4,7 +4,8 @@
 A module's rule is the nearest enclosing model's `_init_weights`, given the module; without one, its own `reset_parameters`. What
 `_init_weights` leaves is filled by `reset_parameters`. One module's parameters are filled at a time: by its rule, then by those of the modules
 around it from inside out, as at construction and as transformers applies them, because a rule may reach into children. Only that
-module's parameters are in memory meanwhile; all others are stand-ins on the meta device, which rules write to in vain and cannot read.
+module's parameters are in memory meanwhile, large ones not whole ([Note: recipes]); all others are stand-ins on the meta device, which rules
+write to in vain and cannot read.
 
 [Note: seeded by name]
 Each random operation of a rule has a seed of its own, made of the run's seed, the name of the parameter it fills (where it draws into
@@ -18,16 +19,19 @@ import hashlib
 import inspect
 import random
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offload.engine.recipes import LARGE, Recipe, Unmade
 from offload.engine.record import Record
 from offload.errors import ConfigError
 
@@ -59,7 +63,7 @@ class _Wanted:
 
 
 class _Seeding(TorchDispatchMode):
-    """See [Note: seeded by name]. `names` has the names of parameters and buffers by their storages' addresses."""
+    """See [Note: seeded by name]. `names` has the names of parameters and buffers by their storages' addresses; see also [Note: recipes]."""
 
     def __init__(self, seed: int, names: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -74,28 +78,42 @@ class _Seeding(TorchDispatchMode):
         np.random.seed(derived_seed(self._seed, self._module, 0) % 2**32)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, number = kwargs or {}, 0
         if torch.Tag.nondeterministic_seeded in func.tags:
             name = self._module
             info = func._schema.arguments[0].alias_info if func._schema.arguments else None
             if info is not None and info.is_write:
-                name = self._names.get(args[0].untyped_storage()._cdata, name)
-            self._count[name] = self._count.get(name, 0) + 1
-            torch.default_generator.manual_seed(derived_seed(self._seed, name, self._count[name]))
-        return func(*args, **(kwargs or {}))
+                name = args[0].recipe.name if isinstance(args[0], Unmade) else self._names.get(args[0].untyped_storage()._cdata, name)
+            number = self._count[name] = self._count.get(name, 0) + 1
+            torch.default_generator.manual_seed(derived_seed(self._seed, name, number))
+        unmade = next((a for a in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(a, Unmade)), None)
+        return func(*args, **kwargs) if unmade is None else unmade.recipe.note(func, args, kwargs, number)
 
 
 def derived_seed(seed: int, name: str, number: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}/{number}".encode(), digest_size=7).digest(), "little")
 
 
-def initial_values(model: nn.Module, records: Sequence[Record], seed: int) -> dict[str, torch.Tensor]:
-    """Values of these parameters by the rules, by name, in the declared dtypes. ConfigError naming a parameter that no rule fills."""
+def initial_values(model: nn.Module, records: Sequence[Record], seed: int) -> dict[str, Iterable[torch.Tensor]]:
+    """Values of these parameters by the rules, by name, in the declared dtypes, flat and in parts; large ones are made as they are iterated over.
+
+    ConfigError naming a parameter that no rule fills.
+    """
     groups: dict[str, list[_Wanted]] = {}
     for r in records:
         module, key = _split(r.name)
         groups.setdefault(module, []).append(_Wanted(key, r.shape, r.dtype))
+    values: dict[str, Iterable[torch.Tensor]] = {}
     with _Stage(model, seed) as stage:
-        return {_join(module, key): value for module, wanted in groups.items() for key, value in _fill(stage, module, wanted).items()}
+        for module, wanted in groups.items():
+            for key, value in _fill(stage, module, wanted, recipes=True).items():
+                name = _join(module, key)
+                values[name] = value.parts(partial(_piece_seed, seed, name)) if isinstance(value, Recipe) else [value.reshape(-1)]
+    return values
+
+
+def _piece_seed(seed: int, name: str, piece: int, number: int) -> int:
+    return derived_seed(seed, f"{name}[{piece}]", number)
 
 
 def fill_buffers(model: nn.Module, seed: int) -> None:
@@ -108,7 +126,7 @@ def fill_buffers(model: nn.Module, seed: int) -> None:
     with _Stage(model, seed) as stage:
         for name, wanted in groups.items():
             if wanted:
-                values[name] = _fill(stage, name, wanted)
+                values[name] = {k: v for k, v in _fill(stage, name, wanted).items() if isinstance(v, torch.Tensor)}
     for name, made in values.items():
         model.get_submodule(name)._buffers.update(made)
 
@@ -122,13 +140,13 @@ def _join(module: str, key: str) -> str:
     return f"{module}.{key}" if module else key
 
 
-def _fill(stage: _Stage, module: str, wanted: Sequence[_Wanted]) -> dict[str, torch.Tensor]:
-    """Values of what is wanted of one module, by key."""
-    values: dict[str, torch.Tensor] = {}
+def _fill(stage: _Stage, module: str, wanted: Sequence[_Wanted], recipes: bool = False) -> dict[str, torch.Tensor | Recipe]:
+    """Values of what is wanted of one module, by key; or, if `recipes` will do, how they are made. See [Note: recipes]."""
+    values: dict[str, torch.Tensor | Recipe] = {}
     for rule_of in (_architecture_rule, _own_rule):
         left = [w for w in wanted if w.key not in values]
         if left:
-            values |= _filled(stage, module, left, rule_of)
+            values |= _filled(stage, module, left, rule_of, recipes)
     for w in wanted:
         if w.key not in values:
             kind = type(stage.model.get_submodule(module)).__name__
@@ -139,16 +157,24 @@ def _fill(stage: _Stage, module: str, wanted: Sequence[_Wanted]) -> dict[str, to
     return values
 
 
-def _filled(stage: _Stage, module: str, wanted: Sequence[_Wanted], rule_of: RuleOf) -> dict[str, torch.Tensor]:
-    """Values of those that rules fill whole. Integers are made twice over different blanks."""
+def _filled(stage: _Stage, module: str, wanted: Sequence[_Wanted], rule_of: RuleOf, recipes: bool) -> dict[str, torch.Tensor | Recipe]:
+    """Values of those that rules fill whole, or their recipes. Integers are made twice over different blanks."""
     exact = [w for w in wanted if not w.inexact]
     other = stage.apply(module, exact, rule_of, ones=True) if exact else {}
-    values = stage.apply(module, wanted, rule_of, ones=False)
+    large = [w for w in wanted if recipes and w.inexact and w.shape.numel() > LARGE]
+    made = {w.key: Recipe(_join(module, w.key), w.shape, w.dtype) for w in large}
+    if made:
+        try:
+            values = stage.apply(module, wanted, rule_of, ones=False, recipes=made)
+        except ConfigError:
+            made = {}  # the rule must see the value, or fails again
+    if not made or not all(recipe.whole for recipe in made.values()):
+        made, values = {}, stage.apply(module, wanted, rule_of, ones=False)
+    out: dict[str, torch.Tensor | Recipe] = dict(made)
     for w in wanted:
-        value = values[w.key]
-        if bool(value.isnan().any()) if w.inexact else not torch.equal(value, other[w.key]):
-            del values[w.key]
-    return values
+        if w.key not in made and not (bool(values[w.key].isnan().any()) if w.inexact else not torch.equal(values[w.key], other[w.key])):
+            out[w.key] = values[w.key]
+    return out
 
 
 class _Stage(AbstractContextManager["_Stage"]):
@@ -176,10 +202,12 @@ class _Stage(AbstractContextManager["_Stage"]):
         for (_, key), (slot, value) in self._before.items():
             slot[key] = value
 
-    def apply(self, name: str, wanted: Sequence[_Wanted], rule_of: RuleOf, *, ones: bool) -> dict[str, torch.Tensor]:
-        """What the rules of a module and of those around it make of `wanted`, by key."""
-        module = self.model.get_submodule(name)
-        with self._in_memory(name, module, wanted, ones) as names, _isolated(), _Seeding(self.seed, names) as seeding:
+    def apply(
+        self, name: str, wanted: Sequence[_Wanted], rule_of: RuleOf, *, ones: bool, recipes: Mapping[str, Recipe] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """What the rules of a module and of those around it make of `wanted`, by key. Of those with a recipe, by key, that is noted there."""
+        module, recipes = self.model.get_submodule(name), recipes or {}
+        with self._in_memory(name, module, wanted, ones, recipes) as names, _isolated(), _Seeding(self.seed, names) as seeding:
             for around in _inside_out(name):
                 rule = rule_of(self.model, around)
                 if rule is None:
@@ -193,11 +221,13 @@ class _Stage(AbstractContextManager["_Stage"]):
                         f"{_join(name, wanted[0].key)}: {error}. Rules fill one module at a time and cannot read other modules' parameters: "
                         "load weights before the first use, or make the model with real values"
                     ) from error
-            return {w.key: _slots(module)[w.kind][w.key].detach() for w in wanted}  # type: ignore[union-attr]
+            return {w.key: _slots(module)[w.kind][w.key].detach() for w in wanted if w.key not in recipes}  # type: ignore[union-attr]
 
     @contextmanager
-    def _in_memory(self, name: str, module: nn.Module, wanted: Sequence[_Wanted], ones: bool) -> Iterator[Mapping[int, str]]:
-        """A module's own parameters as blanks and its buffers as copies. Gives the names of all storages."""
+    def _in_memory(
+        self, name: str, module: nn.Module, wanted: Sequence[_Wanted], ones: bool, recipes: Mapping[str, Recipe]
+    ) -> Iterator[Mapping[int, str]]:  # fmt: skip
+        """A module's own parameters as blanks, or unmade, and its buffers as copies. Gives the names of all storages."""
         blanks = {(w.kind, w.key): w for w in wanted}
         stand_ins = {kind: dict(slot) for kind, slot in _slots(module).items()}
         names: dict[int, str] = {}
@@ -206,6 +236,9 @@ class _Stage(AbstractContextManager["_Stage"]):
             for kind, slot in _slots(module).items():
                 for key in [k for k, v in slot.items() if v is not None]:
                     value = self._before[id(slot), key][1]
+                    if kind == "parameter" and key in recipes:
+                        slot[key] = _as(kind, Unmade(recipes[key]), value.requires_grad)
+                        continue
                     if kind == "buffer" and not value.is_meta:
                         new = value.to("cpu", copy=True)
                     else:

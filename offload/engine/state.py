@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,6 +16,20 @@ from offload.engine.record import DTYPES, Record, Unit
 from offload.memory.shard import Shard
 from offload.planner.form import GROUP, MOMENTS, Part, StateForm, scale_of
 from offload.planner.layout import round_up
+
+Piece = Callable[[], torch.Tensor]
+READERS = 2  # pieces that are read at once
+
+
+def ahead(pool: Executor, pieces: Iterable[Piece]) -> Iterator[torch.Tensor]:
+    """What pieces read, in order, the next ones while one is used. `pool` has READERS threads."""
+    reading: deque[Future[torch.Tensor]] = deque()
+    for piece in pieces:
+        reading.append(pool.submit(piece))
+        if len(reading) > READERS:
+            yield reading.popleft().result()
+    while reading:
+        yield reading.popleft().result()
 
 
 class _Stretch(NamedTuple):
@@ -171,17 +188,23 @@ class State:
             self._read(record, role, where, out[where.first : where.stop])
         return out
 
-    def stream(self, record: Record, role: str) -> Iterator[torch.Tensor]:
-        """The values of a role in order, at most a chunk at a time: fp32 ("value": the stored copy in its own dtype)."""
+    def pieces(self, record: Record, role: str) -> Iterator[Piece]:
+        """The values of a role in order, at most a chunk at a time: fp32 ("value": the stored copy in its own dtype).
+
+        Each is read when it is called, in any thread, while nothing is updated or written.
+        """
         self._before(record, True)
         if role == "value":
             for _, piece in record.slices:
-                yield self._read_stored(record, piece.start, piece.stop)
+                yield partial(self._read_stored, record, piece.start, piece.stop)
             return
         for where in self._stretches(record):
-            out = torch.empty(where.numel, dtype=torch.float32)
-            self._read(record, role, where, out)
-            yield out
+            yield partial(self._fp32, record, role, where)
+
+    def _fp32(self, record: Record, role: str, where: _Stretch) -> torch.Tensor:
+        out = torch.empty(where.numel, dtype=torch.float32)
+        self._read(record, role, where, out)
+        return out
 
     # What a checkpoint holds: masters in fp32, whatever their form, and moments to the bit, as they are stored
 
@@ -189,11 +212,11 @@ class State:
         """The arrays that moments are stored in."""
         return [part for part in self.form.parts if part.role.startswith(MOMENTS)]
 
-    def stream_stored(self, record: Record, role: str) -> Iterator[torch.Tensor]:
-        """A part of the state as it is stored, in order, at most a chunk at a time."""
+    def stored_pieces(self, record: Record, role: str) -> Iterator[Piece]:
+        """A part of the state as it is stored, in order, at most a chunk at a time; see `pieces`."""
         self._before(record, True)
         for where in self._stretches(record):
-            yield self._read_part(record, role, where)
+            yield partial(self._read_part, record, role, where)
 
     def write_stored(self, record: Record, role: str, read: Callable[[torch.Tensor], None]) -> None:
         """Stores a whole part of the state, of which `read` fills one tensor after another, as it is."""

@@ -1,0 +1,162 @@
+"""What a checkpoint costs: seconds of `offload.save` against the time in which this drive writes as many bytes, and memory against budgets.
+
+    .venv/bin/python bench/save.py [--layers 32] [--rounds 7] [--where DIR] [--only nvme] [--json] [--out bench/results/save.json]
+
+A model of bare 2048 x 2048 layers with random masters and moments is saved, in turn with probes of the drive: a plain program that writes
+as many bytes to a new file past the page cache, 8 MiB at a time, and synchronises it; and reads, writes and both at once by a swap file.
+The bound is the bytes over what the better of the two writes. Where state rests on NVMe, a save reads it from the same drive as well: the bound
+is then the most of read/R, written/W and (read + written)/X, X being the total while reading and writing at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import mmap
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import _result
+import offload
+from offload.memory.limits import resident_bytes_max
+from offload.observe import base, measure
+
+LIMIT = 1.10
+WIDTH = 2048
+PROBE = 1 << 30  # bytes
+BLOCK = 8 << 20
+MIB = 1 << 20
+FORMS = {
+    "host": ("host", offload.Precision()),
+    "nvme": ("nvme", offload.Precision()),
+    "nvme, split and int8": ("nvme", offload.Precision(master="split", moments="int8")),
+}
+DEVICE = 256 * MIB
+
+
+def trained(layers: int, place: str, precision: offload.Precision, where: Path) -> tuple[nn.Module, Any, int]:
+    """A prepared model after one step with random gradients, its optimizer, and the bytes of its budgets."""
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+    nbytes = 18 * WIDTH * WIDTH * layers
+    host = nbytes + 128 * MIB if place == "host" else 256 * MIB
+    tiers = offload.Tiers(device=DEVICE, host=host, nvme=[(str(where / "swap"), nbytes + 64 * MIB)])
+    roles = dict.fromkeys(("parameter", "gradient", "optimizer"), place)
+    offload.prepare(model, tiers, device="cpu", precision=precision, place=roles, batch=(1, 16))
+    optimizer = offload.optim.AdamW(model.parameters(), lr=1e-3)
+    for p in model.parameters():
+        p.grad = torch.empty(p.shape).normal_()
+    optimizer.step()
+    optimizer.zero_grad()
+    offload.runtime(model).synchronize()
+    return model, optimizer, DEVICE + host
+
+
+def plain_seconds(path: Path, nbytes: int, memory: memoryview) -> float:
+    """A new file of so many bytes, past the page cache where that is to be had, until it is on the drive."""
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
+    except OSError:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        start = time.perf_counter()
+        for at in range(0, nbytes, BLOCK):
+            os.write(file, memory[at % len(memory) :][:BLOCK])
+        os.fsync(file)
+        return time.perf_counter() - start
+    finally:
+        os.close(file)
+        path.unlink()
+
+
+def forget_peak() -> None:
+    """The most that is resident counts from here."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def row(name: str, given: argparse.Namespace, where: Path, probe: measure.SwapProbe, memory: memoryview) -> dict[str, Any]:
+    place, precision = FORMS[name]
+    model, optimizer, budgets = trained(given.layers, place, precision, where)
+    runtime, target, peaks = offload.runtime(model), where / "saved", []
+    gc.collect()
+
+    def save() -> float:
+        forget_peak()
+        start = time.perf_counter()
+        offload.save(target, model, optimizer)
+        seconds = time.perf_counter() - start
+        peaks.append(resident_bytes_max() - base.base_bytes())
+        return seconds
+
+    try:
+        before = runtime.stats()["moved_bytes"]["nvme_read"]
+        save()
+        written, read = sum(f.stat().st_size for f in target.iterdir()), runtime.stats()["moved_bytes"]["nvme_read"] - before
+        calls: dict[str, Any] = {op: lambda op=op: probe.seconds(op) for op in measure.SWAP_OPS}
+        taken = measure.turns(calls | {"plain": lambda: plain_seconds(where / "plain", written, memory), "save": save}, given.rounds)
+    finally:
+        runtime.close()
+        shutil.rmtree(target, ignore_errors=True)
+    rates = {op: measure.rate(PROBE, taken[op]) for op in measure.SWAP_OPS} | {"plain": measure.rate(-(-written // BLOCK) * BLOCK, taken["plain"])}
+    best = max(rates["write"], rates["plain"])
+    bound = max(written / best, read / rates["read"], (read + written) / rates["mixed"] if read else 0.0) / 1e9
+    seconds = statistics.median(taken["save"])
+    return {
+        "seconds": seconds, "bound_seconds": bound, "ratio": seconds / bound, "ratio_to_plain_writes": seconds / statistics.median(taken["plain"]),
+        "bytes_written": written, "bytes_read": read, "gb_per_second": rates, "saves": taken["save"], "resident_beside_base": max(peaks),
+        "budgets": budgets, "within_budgets": max(peaks) <= budgets, "within_bound": seconds <= LIMIT * bound,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=32, help="of 4.2 M parameters")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--where", type=Path, default=Path("/var/tmp"), help="a directory on the drive")
+    parser.add_argument("--only", choices=list(FORMS))
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, help="a file for the result")
+    given = parser.parse_args()
+    rows: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="offload-bench-", dir=given.where) as scratch:
+        where = Path(scratch)
+        probe = measure.SwapProbe(where / "probe", PROBE, delete=True)
+        memory = memoryview(mmap.mmap(-1, 16 * BLOCK))
+        memory[:] = torch.randint(0, 256, (len(memory),), dtype=torch.uint8).numpy().data
+        probe.fill()
+        base.measure(lambda: toy(where))
+        try:
+            for name in [given.only] if given.only else list(FORMS):
+                rows[name] = row(name, given, where, probe, memory)
+        finally:
+            probe.close()
+    figures = _result.save({"layers": given.layers, "limit": LIMIT, "forms": rows}, given.out) if given.out else {"forms": rows}
+    if given.json:
+        print(json.dumps(figures))
+    else:
+        for name, r in rows.items():
+            print(f"{name}: {r['bytes_written'] / 1e9:.2f} GB in {r['seconds']:.2f} s, bound {r['bound_seconds']:.2f} s: {r['ratio']:.3f}; "
+                  f"{r['resident_beside_base'] / MIB:.0f} of {r['budgets'] / MIB:.0f} MiB")  # fmt: skip
+    short = [name for name, r in rows.items() if not (r["within_bound"] and r["within_budgets"])]
+    if short:
+        raise SystemExit(f"over {LIMIT} times the bound, or over budgets: {', '.join(short)}")
+
+
+def toy(where: Path) -> None:
+    """What a save imports and keeps is part of the base."""
+    model, optimizer, _ = trained(2, "nvme", offload.Precision(), where)
+    offload.save(where / "toy", model, optimizer)
+    offload.runtime(model).close()
+    shutil.rmtree(where / "toy")
+
+
+if __name__ == "__main__":
+    main()

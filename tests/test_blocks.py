@@ -1,0 +1,139 @@
+"""Large files of a checkpoint: written past the page cache, in blocks, to the same bytes as any others."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+import offload
+from checkpoints import digest, steps, trained
+from helpers import Prepared
+from offload.checkpoint import blocks, disk
+from offload.checkpoint.manifest import Manifest, verify
+from offload.errors import CheckpointError
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Iterator[Prepared]:
+    with Prepared(tmp_path) as make:
+        yield make
+
+
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file of some bytes counts as large, and blocks are small."""
+    monkeypatch.setattr(blocks, "FILE_LEAST", 1)
+    monkeypatch.setattr(blocks, "block_bytes", lambda room: 8192)
+
+
+def cut(nbytes: int, seed: int) -> list[bytes]:
+    """Random bytes in parts of all sizes, empty ones too."""
+    draw, parts = random.Random(seed), []
+    while nbytes:
+        parts.append(draw.randbytes(min(nbytes, draw.choice((0, 1, 100, 4095, 8192, 50000)))))
+        nbytes -= len(parts[-1])
+    return parts
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 8192, 4 * 8192, 300_001])
+def test_any_parts_of_any_size(tmp_path: Path, direct: None, nbytes: int) -> None:
+    parts = cut(nbytes, nbytes)
+    file = disk.create_direct(tmp_path / "x")
+    assert file is not None
+    with file:
+        assert blocks.write_blocks(file, parts, 8192) == (nbytes, xxhash.xxh3_128_hexdigest(b"".join(parts)))
+    assert (tmp_path / "x").read_bytes() == b"".join(parts)
+
+
+def test_a_large_file_is_as_any_other(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("host", "nvme"):
+        model, optimizer = trained(prepared, 2, place)
+        offload.save(tmp_path / "small", model, optimizer, "x")
+        with monkeypatch.context() as patch:
+            patch.setattr(blocks, "FILE_LEAST", 1)
+            patch.setattr(blocks, "block_bytes", lambda room: 4096)
+            offload.save(tmp_path / "large", model, optimizer, "x")
+        verify(tmp_path / "large")
+        for name in os.listdir(tmp_path / "small"):
+            assert (tmp_path / "small" / name).read_bytes() == (tmp_path / "large" / name).read_bytes(), name
+        before = digest(model)
+        steps(model, optimizer, 2, 3)
+        assert offload.load(tmp_path / "large", model, optimizer) == "x" and digest(model) == before
+
+
+def test_without_direct_writes(tmp_path: Path, direct: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that refuses them when the file is made, or only when it is written."""
+    parts, open_, write = cut(100_000, 1), os.open, disk.write
+
+    def refusing(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        descriptor = open_(path, flags, *rest, **named)
+        if flags & os.O_DIRECT:
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return descriptor
+
+    def late(file: Any, data: Any) -> None:
+        if file.fileno() not in buffered:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        write(file, data)
+
+    def through_cache(file: Any) -> None:
+        buffered.add(file.fileno())
+        through(file)
+
+    buffered, through = set[int](), disk.through_cache
+    for patches in ({(disk.os, "open"): refusing}, {(disk, "write"): late, (disk, "through_cache"): through_cache}):
+        where = tmp_path / str(len(patches))
+        where.mkdir()
+        with monkeypatch.context() as patch:
+            for (module, name), value in patches.items():
+                patch.setattr(module, name, value)
+            manifest = Manifest()
+            manifest.add(where, "tensors.safetensors", parts, 100_000)
+        assert (where / "tensors.safetensors").read_bytes() == b"".join(parts)
+        assert manifest.files["tensors.safetensors"].xxh3_128 == xxhash.xxh3_128_hexdigest(b"".join(parts))
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_drive_that_fails(prepared: Prepared, tmp_path: Path, direct: None, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    model, optimizer = trained(prepared, 1)
+    offload.save(tmp_path / "at", model, optimizer, "first")
+    threads, count, write = threading.active_count(), itertools.count(), disk.write
+
+    def fail(*args: Any) -> None:
+        if next(count) == at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(*args)
+
+    monkeypatch.setattr(disk, "write", fail)
+    with pytest.raises(CheckpointError, match=r"cannot save to .*No space left.*Make room"):
+        offload.save(tmp_path / "at", model, optimizer, "second")
+    monkeypatch.undo()
+    assert threading.active_count() == threads and not (tmp_path / disk.SAVING).exists()
+    assert offload.load(tmp_path / "at", model, optimizer) == "first"
+
+
+def test_a_part_that_cannot_be_made(tmp_path: Path, direct: None) -> None:
+    def parts() -> Iterator[bytes]:
+        yield bytes(100_000)
+        raise ZeroDivisionError
+
+    threads = threading.active_count()
+    with pytest.raises(ZeroDivisionError):
+        Manifest().add(tmp_path, "tensors.safetensors", parts(), 200_000)
+    assert threading.active_count() == threads
+
+
+def test_blocks_keep_within_their_room() -> None:
+    for room in (0, 1 << 20, 10 << 20, 1 << 30):
+        block = blocks.block_bytes(room)
+        assert block % blocks.PAGE == 0 and (block * blocks.COUNT <= max(room // 2, blocks.COUNT * blocks.LEAST))
