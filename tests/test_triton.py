@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +33,7 @@ with pytest.MonkeyPatch.context() as patch:
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-40, 1.17549435e-38, 6e-8, 1e-8, 65504.0, 65520.0, 3.4e38, -3.4e38, np.inf, -np.inf, np.nan]
-SETTINGS = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 HYPERS = st.fixed_dictionaries(
     {
         "step": st.one_of(st.integers(1, 5), st.integers(1, 10**6)),
@@ -177,3 +181,52 @@ def test_other_rules_are_refused(kernels: Kernels) -> None:
     a = there(state(np.random.default_rng(0), 10, False, "fp32", torch.float32, None))
     with pytest.raises(ValueError, match="Adam and AdamW alone"):
         kernels.update(a, 0, ops.hyper_record(step=1, lr=0.1, rule="lion"))
+
+
+COMPILED = """
+import collections, json, re, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from offload.transfer import triton_kernels as K
+
+SCALARS = "scale grad_scale l2 decay lerp1 beta2 take2 unbias2 eps minus_step_size".split()
+INTS = {"n": "i32", "first_group": "i32", "key_low": "i32", "key_high": "i32", "sums": "*i64", "exp_avg_scale": "*i32", "exp_avg_sq_scale": "*i32"}
+
+def ptx(fn, pointers, **constants):
+    types = INTS | dict.fromkeys(SCALARS, "fp32") | pointers
+    signature = {name: "constexpr" if name in constants else types[name] for name in fn.arg_names}
+    source = ASTSource(fn=fn, signature=signature, constexprs=constants)
+    return triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": 4, "enable_fp_fusion": False}).asm["ptx"]
+
+def update(split, moments, grad, out, coupled):
+    moment = ("*i32", "*i16", "*i8")[moments]
+    pointers = {"master": "*i16" if split else "*i32", "low": "*i16", "grad": "*i16" if grad else "*i32", "out": "*i16"}
+    return ptx(K._update, pointers | {"exp_avg": moment, "exp_avg_sq": moment}, SPLIT=split, MOMENTS=moments, GRAD=grad, OUT=out, COUPLED=coupled,
+               FROM_GRAD=False, ROWS=K.ROWS, GROUP=K.GROUP)
+
+def land(dst, src, accumulate):
+    types = {"dst": "*i16" if dst else "*i32", "src": "*i16" if src else "*i32"}
+    return ptx(K._land, types, DST=dst, SRC=src, ACCUMULATE=accumulate, AS_IT_IS=False, SUMS=True, BLOCKS=K.BLOCKS, BLOCK=K.BLOCK, LANES=K._LANES)
+
+found = collections.Counter()
+for text in (update(False, 0, 1, 1, False), update(False, 1, 2, 2, True), update(True, 2, 1, -1, False), land(0, 1, True), land(2, 0, False)):
+    found.update(re.findall(r"^\\s*((?:fma|mad|mul|add|sub|div|r?sqrt|rcp|neg|abs|ex2|lg2|cvt)\\.[a-z0-9_.]*f(?:16|32|64)[a-z0-9.]*)\\s", text, re.M))
+    found["ftz"] += text.count(".ftz")
+print(json.dumps(found))
+"""
+
+
+def test_what_is_compiled(tmp_path: Path) -> None:
+    """Nothing but operations that round once, to nearest, without flushing; and as many fused ones as are written. No GPU is needed to compile."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found.pop("ftz") == 0
+    exact = {"cvt.f32.f16", "cvt.f64.f32", "cvt.f64.f16"}
+    assert {name for name in found if name not in exact} == {f"{name}.rn.f32" for name in ("fma", "mul", "add", "sub", "div", "sqrt")} | {
+        "mul.rn.f64", "add.rn.f64"
+    }  # fmt: skip
+    elements = 4 * 256 // 128  # of a thread, in each of three updates
+    assert found["fma.rn.f32"] == elements * (4 + 5 + 8)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
+from typing import TypeVar
 
 from offload.planner.form import StateForm
 from offload.planner.layout import DTYPE_BYTES, FLOATING, UnitLayout, slot_bytes
@@ -29,8 +30,17 @@ class Sizes:
 
     def of(self, units: Sequence[int]) -> Sizes:
         """Those of some units alone."""
-        pick = lambda each: tuple(each[u] for u in units)  # noqa: E731
-        return Sizes(pick(self.parameter), pick(self.slot), pick(self.plain), {role: pick(ends) for role, ends in self.ends.items()})
+        return Sizes(
+            _picked(self.parameter, units), _picked(self.slot, units), _picked(self.plain, units),
+            {role: _picked(ends, units) for role, ends in self.ends.items()},
+        )  # fmt: skip
+
+
+_T = TypeVar("_T")
+
+
+def _picked(each: Sequence[_T], units: Sequence[int]) -> tuple[_T, ...]:
+    return tuple(each[u] for u in units)
 
 
 def sizes_of(layouts: Sequence[UnitLayout], grad: str, form: StateForm) -> Sizes:
@@ -157,10 +167,14 @@ def _fill_whole(
     filled = fill(sizes.of(others), replace(load, rests=False), left, lambda moving: slots_for([*moving, *nearest]), False)
     if filled is None:
         return None
-    tiers, gradient, state = ["device"] * count, *([(("device", len(ends)),) if ends else () for ends in sizes.ends[r]] for r in ROLES[1:])
+    tiers, gradient, state = ["device"] * count, _all_on_device(sizes.ends["gradient"]), _all_on_device(sizes.ends["optimizer"])
     for u, tier, g, s in zip(others, filled.parameter, filled.gradient, filled.state, strict=True):
         tiers[u], gradient[u], state[u] = tier, g, s
     return Filled(tuple(tiers), tuple(gradient), tuple(state), filled.slots, filled.taken | {"device": upto[len(there)]})
+
+
+def _all_on_device(ends: Sequence[Sequence[int]]) -> list[Runs]:
+    return [(("device", len(own)),) if own else () for own in ends]
 
 
 def _may_rest(sizes: Sizes, load: Load, unit: int) -> bool:
