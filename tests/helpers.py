@@ -16,7 +16,7 @@ from torch import nn
 import offload
 
 PLACES = ("device", "host", "nvme")
-SETTINGS = [("cpu", "device"), ("cpu", "host"), ("cpu", "nvme"), ("sim", "host"), ("sim", "nvme")]  # where it computes, where all roles rest
+SETTINGS = [(device, place) for device in ("cpu", "sim") for place in PLACES]  # where it computes, where all roles rest
 FP32 = offload.Precision(compute="fp32", grad="fp32")
 BF16 = offload.Precision(compute="bf16", grad="bf16")
 PRECISIONS = [

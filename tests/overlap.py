@@ -21,7 +21,10 @@ ACTIVATIONS = ["keep", "recompute", "host", "nvme"]
 STEPS = 3
 IDS = torch.arange(16).view(2, 8) * 101 % 211
 STATE_ON_NVME = {"parameter": "host", "gradient": "host", "optimizer": "nvme"}
-PLACES = [None, M.placed("nvme"), M.placed("host"), STATE_ON_NVME, {"parameter": "nvme", "gradient": "nvme", "optimizer": "host"}]
+PLACES = [
+    None, M.placed("nvme"), M.placed("host"), STATE_ON_NVME, {"parameter": "nvme", "gradient": "nvme", "optimizer": "host"},
+    M.placed("device"), {"optimizer": "device"},
+]  # fmt: skip
 PRECISIONS = [M.FP32, M.BF16, offload.Precision(master="split", moments="int8")]
 MODELS: list[tuple[M.Make, M.Loss]] = [
     (lambda: M.Language(211, depth=3), lambda m: M.mean_square(m, IDS)),  # a tied table: two uses of one gradient

@@ -177,9 +177,10 @@ def test_refused_model_stays_as_it_was(tmp_path: Path, problem: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_undeclared_second_backward_that_does_not_fit(tmp_path: Path, device: str) -> None:
     """BudgetError before it computes; what was there stays, and training goes on."""
-    where = offload.Tiers("16MiB", "1MiB", [(str(tmp_path / "swap"), "2304KiB")])
+    rest, nvme = ("device", "2304KiB") if device == "cpu" else ("nvme", "64MiB")
+    where = offload.Tiers("16MiB", "1MiB", [(str(tmp_path / "swap"), nvme)])
     model = M.seeded(lambda: M.Stack(depth=3, width=96))
-    plan = offload.plan(model, where, device=device, place={"parameter": "device", "gradient": "nvme", "optimizer": "device"}, batch=(1, 16))
+    plan = offload.plan(model, where, device=device, place={"parameter": rest, "gradient": "nvme", "optimizer": rest}, batch=(1, 16))
     spare = plan.resting["nvme"] + (64 << 10)
     where = offload.Tiers("16MiB", plan.peak_bytes["host"], [(str(tmp_path / "swap"), spare)])
     with M.prepared(model, where, device=device, plan=plan) as made:

@@ -54,6 +54,8 @@ def test_traffic_by_placement(tmp_path: Path, accumulate: int) -> None:
         assert got.nvme_read == moved * n * (2 * accumulate * 2 + accumulate * grad + 12)
         assert got.nvme_write == moved * n * (2 + accumulate * grad + 12)
         assert traffic_of(plan, direct=True, accumulate=accumulate).h2d == 0
+    plan = offload.plan(net, tiers, device="sim", place={"optimizer": "device"}, batch=(1, 8), accumulate=accumulate)
+    assert set(vars(traffic_of(plan, direct=False, accumulate=accumulate)).values()) == {0}  # whole on the device, and updated there
 
 
 RUN = """

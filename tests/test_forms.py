@@ -186,7 +186,7 @@ def test_updates_are_the_kernels_own(prepared: Prepared, small_chunks: None, pre
 @every
 def test_every_place_gives_the_same_bits(prepared: Prepared, monkeypatch: pytest.MonkeyPatch, precision: Precision) -> None:
     seen = set()
-    cuts = [(1 << 20,), (4096,), (8192, 4096), (65536, 4096), (4096,)]
+    cuts = [(1 << 20,), (4096,), (8192, 4096), (65536, 4096), (4096,), (8192,)]
     levels = _core.simd_levels()
     for i, (device, place) in enumerate(SETTINGS):
         with monkeypatch.context() as patch:

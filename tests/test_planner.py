@@ -253,8 +253,14 @@ def test_what_comes_later_never_rests_nearer(units: list[UnitSpec], cap: Capacit
     if plan is not None:
         near = {"device": 0, "host": 1, "nvme": 2}
         small_first = sorted(range(len(units)), key=lambda u: sum(f.nbytes for f in plan.layouts[u].flats))
-        tiers = [near[plan.parameter[u]] for u in small_first] + [near[t] for role in (plan.gradient, plan.state) for unit in role for t in unit]
+        there = sum(t == "device" for t in plan.parameter) if cap.rests and not cap.direct else 0
+        assert all(plan.parameter[u] == "device" for u in small_first[:there])
+        assert all({*plan.gradient[u], *plan.state[u]} <= {"device"} for u in small_first[:there])
+        left = [u for u in range(len(units)) if u not in small_first[:there]]
+        tiers = [near[plan.parameter[u]] for u in small_first[there:]]
+        tiers += [near[t] for role in (plan.gradient, plan.state) for u in left for t in role[u]]
         assert tiers == sorted(tiers)
+        assert cap.direct or not cap.rests or 0 not in tiers
 
 
 @given(unit_specs(), st.lists(st.integers(0, 800 << 10), min_size=2, max_size=5), precisions)

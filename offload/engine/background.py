@@ -9,6 +9,8 @@ for it; no job runs after it.
 [Note: reading ahead]
 From the start of a backward on, what the next updates need besides gradients is read into free buffers, the first units' first. Who writes to
 what rests on NVMe drops what was read ahead; the next backward, or the step itself, reads again.
+
+Units that rest whole on a device have no jobs here: their updates are the device's work (`engine/resident.py`), and are waited for in the same way.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from offload.engine.record import Unit
+from offload.engine.resident import Resident
 from offload.engine.update import Updates
 from offload.errors import OffloadError, SwapError
 from offload.memory.stalls import NVME_READ, NVME_WRITE, UPDATE, Stalls
@@ -41,12 +44,13 @@ class _Job:
 class Background:
     """The jobs of all steps that may not be done, by unit and chunk."""
 
-    def __init__(self, units: Sequence[Unit], updates: Updates, stalls: Stalls | None = None) -> None:
-        self._units, self._updates, self._stalls = units, updates, stalls or Stalls()
+    def __init__(self, units: Sequence[Unit], updates: Updates, resident: Resident, stalls: Stalls | None = None) -> None:
+        self._units, self._updates, self._resident, self._stalls = units, updates, resident, stalls or Stalls()
         self._jobs: list[dict[int, _Job]] = [{} for _ in units]
         self._batches: deque[Any] = deque()
         self._prepared: tuple[Any, list[tuple[int, int]]] | None = None
         self._gated: tuple[Any, list[tuple[int, int]]] | None = None  # of the step that comes; see [Note: updates under the backward]
+        self._hyper: np.ndarray[Any, Any] | None = None  # of what is gated
         self._dropped: Any = None
         self._seconds: dict[str, float] = {}
         self._error: SwapError | None = None
@@ -69,6 +73,9 @@ class Background:
         for index, place in enumerate(places):
             if place in active:  # an earlier job of any other may be still to be written
                 self._jobs[place[0]][place[1]] = _Job(batch, index)
+        for unit in order:
+            if self._resident.has(unit):
+                self._resident.update(unit, hyper)
         self.check()
 
     def gate(self, hypers: dict[int, Hypers], order: Sequence[int]) -> None:
@@ -83,7 +90,7 @@ class Background:
             for key, value in (fields | {"active": 1}).items():
                 table[number][key] = value
         self._updates.pipeline.gate(batch, table)
-        self._gated = batch, places
+        self._gated, self._hyper = (batch, places), table
 
     @property
     def gated(self) -> bool:
@@ -92,8 +99,11 @@ class Background:
 
     def open(self, unit: int) -> None:
         """The unit's updates may run from here on."""
-        if self._gated is None:
+        if self._gated is None or self._hyper is None:
             raise OffloadError("there is no update to open")
+        if self._resident.has(unit):
+            self._resident.update(unit, self._hyper)
+            return
         batch, places = self._gated
         for index, place in enumerate(places):
             if place[0] == unit:
@@ -130,6 +140,9 @@ class Background:
 
     def wait(self, unit: int, chunk: int, written: bool, tell: bool = True) -> None:
         """Returns when a chunk is updated (or `written` back too). SwapError if it cannot be; unless `tell`, the caller may keep it to itself."""
+        if self._resident.has(unit):
+            self._resident.wait(unit)
+            return
         job = self._jobs[unit].get(chunk)
         if job is None or (job.updated and not written):
             return
@@ -151,6 +164,8 @@ class Background:
 
     def let_go(self, unit: int, chunk: int) -> None:
         """Returns when no update reads the chunk's gradient any more, whatever became of it."""
+        if self._resident.has(unit):
+            return  # work on the device has its order
         job = self._jobs[unit].get(chunk)
         try:
             self.wait(unit, chunk, False, tell=False)
@@ -160,12 +175,17 @@ class Background:
 
     def wait_unit(self, unit: int, tell: bool = True) -> None:
         """Returns when the unit's parameters are, where they rest, what they are to be."""
+        if self._resident.has(unit):
+            self._resident.wait(unit)
+            return
         written = self._must_be_written(unit)
         for chunk in list(self._jobs[unit]):
             self.wait(unit, chunk, written, tell)
 
     def ready(self, unit: int) -> bool:
         """Whether `wait_unit` would not wait."""
+        if self._resident.has(unit):
+            return self._resident.ready(unit)
         written = self._must_be_written(unit)
         return all((j.updated and not written) or j.batch.reached(j.index, written) for j in list(self._jobs[unit].values()))
 
@@ -180,6 +200,7 @@ class Background:
         for unit, jobs in enumerate(self._jobs):
             for chunk in list(jobs):
                 self.wait(unit, chunk, True)
+        self._resident.synchronize()
 
     def check(self) -> None:
         """Raises the error that ended an earlier step, if it is known by now."""
@@ -191,14 +212,16 @@ class Background:
         if self._error is not None:
             self._told = True
             raise self._error.with_traceback(None)
+        self._resident.check()
 
     def finish(self) -> None:
         """As `synchronize`, and nothing is opened any more; an error that the user was told of is not raised once more."""
         self._abandon()
         while self._batches:
             self._retire(raising=False)
-        if not self._told:
+        if not (self._told or self._resident.failed):
             self.check()
+        self._resident.finish()
 
     def replace(self, updates: Updates) -> None:
         """From now on these are the jobs. Nothing is under way or read ahead."""
@@ -212,8 +235,9 @@ class Background:
 
     def close(self) -> None:
         self._updates.close()
-        self._prepared = self._gated = self._dropped = None
+        self._prepared = self._gated = self._dropped = self._hyper = None
         self._batches.clear()
+        self._resident.close()
         self._jobs = [{} for _ in self._units]
 
     def trace(self, most: int) -> None:

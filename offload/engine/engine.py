@@ -24,6 +24,7 @@ from offload.engine.early import Early
 from offload.engine.gradients import Gradients
 from offload.engine.initialise import fill_buffers, initial_values
 from offload.engine.record import CODES, DTYPES, Record, Unit
+from offload.engine.resident import Resident
 from offload.engine.slots import Slots
 from offload.engine.sources import MomentSource, ValueSource
 from offload.engine.state import READERS, State, ahead
@@ -95,16 +96,20 @@ class Engine:
 
     def _build(self, plan: Plan) -> None:
         compute = DTYPES[plan.compute]
-        self.background = Background(self.units, self._make_updates(DTYPES[plan.grad]), self.stalls)
+        self.resident = Resident(self.units, plan.form, DTYPES[plan.grad], self.device)
+        self.background = Background(self.units, self._make_updates(DTYPES[plan.grad]), self.resident, self.stalls)
         self.state = State(self.units, plan.form, self._before_access, self.background, self._refresh)
         self.slots = Slots(self.units, plan.slots, self.device, compute, self.frames, self.arena.take, self.background)
-        self.gradients = Gradients(self.units, self.records, DTYPES[plan.grad], self.device, self.frames)
+        self.gradients = Gradients(self.units, self.records, DTYPES[plan.grad], self.device, self.frames, self.resident)
         self.gradients.let_go = self.background.let_go
         self.values = [ValueSource(r, self) for r in self.records]
 
     def _make_updates(self, grad: torch.dtype) -> Updates:
         plan = self.plan
-        return Updates(self.units, self.records, plan.form, grad, self.update_frames, plan.staging.frame_bytes, self.seed, self.device.direct)
+        return Updates(
+            self.units, self.records, plan.form, grad, self.update_frames, plan.staging.frame_bytes, self.seed, self.device.direct,
+            self.resident.numbers,
+        )  # fmt: skip
 
     def _take_over(self) -> None:
         """Values go to their shards, and parameters become tensors at rest, unit by unit."""
@@ -235,24 +240,30 @@ class Engine:
 
     def widen_gradients(self) -> None:
         """A backward adds to gradients kept in fewer bits: sums are fp32 from here on, or BudgetError before anything is computed."""
-        need = sum(2 * s.nbytes for u in self.units for s in u.gradients)
+        need, there = (sum(2 * s.nbytes for u in self.units for s in u.gradients if self.resident.has(u.number) == rests) for rests in (False, True))
         tier = next((t for t in ("host", "nvme") if self._can_take(t, need)), None)
-        if tier is None:
+        room = self.budgets["device"].free - self.plan.working.total
+        if tier is None or (there and there > room):
             raise BudgetError(
-                f"a second backward before the step keeps sums in fp32, which needs {human(need)}; "
-                f"the host tier has {human(self.budgets['host'].free)} left "
-                f"and nvme {human(self.budgets['nvme'].free)}. Declare it with prepare(..., accumulate=N), "
-                "raise a budget, or call zero_grad() between"
+                f"a second backward before the step keeps sums in fp32, which needs {human(need)}"
+                f"{f' and {human(there)} on the device' if there else ''}; the host tier has {human(self.budgets['host'].free)} left, "
+                f"nvme {human(self.budgets['nvme'].free)}{f', the device {human(max(0, room))}' if there else ''}. "
+                "Declare it with prepare(..., accumulate=N), raise a budget, or call zero_grad() between"
             )
         sums = self.tiers.checksum_bytes(need) if tier == "nvme" else 0
         held = self.budgets["host"].reserve(sums, "checksums of fp32 sums of gradients")  # refused, if it is, before anything else is taken
-        self._held += [held, self.budgets[tier].reserve(need, "fp32 sums of gradients")]
+        self._held += [held, *(self.budgets[t].reserve(n, "fp32 sums of gradients") for t, n in ((tier, need), ("device", there)))]
         memory = reserve(need) if tier == "host" else None
+        device = self.device.memory(there) if there else None
+        if device is not None:
+            self._further.append(device)
         at = 0
 
         def reshard(unit: Unit, chunk: int) -> Shard:
             nonlocal at
             nbytes = 2 * unit.gradients[chunk].nbytes
+            if device is not None and self.resident.has(unit.number):
+                return Shard("device", nbytes, memory=device.take(nbytes))
             at += nbytes
             if memory is not None:
                 return Shard("host", nbytes, memory=memory[at - nbytes : at])
@@ -262,6 +273,7 @@ class Engine:
         self.background.synchronize()
         self.background.drop()
         self.gradients.widen(reshard)
+        self.resident.replace(torch.float32)
         self.background.replace(self._make_updates(torch.float32))
 
     def _can_take(self, tier: str, nbytes: int) -> bool:

@@ -4,6 +4,7 @@
 Bind's backward wraps a gradient in a `Contribution`; autograd sums contributions and hands them to the parameter; the hook that runs after
 that lands the result here. Landing casts, stores and takes the sums of squares of fixed blocks in one pass, in one thread at a time. A gradient has a
 `scale` that clipping and a GradScaler set and the update applies, so they move no bytes. `p.grad is None` alone starts a new generation.
+Where a unit rests whole on a device of its own, its gradients land there, by work of the device's: see [Note: resident units].
 
 [Note: fp16 at rest]
 fp16 holds few exponents. What comes from a backward is cast as it is, so that what overflows is infinite and is found: a loss scale is there to
@@ -27,11 +28,12 @@ from offload import _core
 from offload.engine.atrest import AtRest
 from offload.engine.chunk_cache import ChunkCache
 from offload.engine.record import CODES, NORM_BLOCK, Record, Unit
+from offload.engine.resident import Resident
 from offload.engine.sources import Contribution, GradientSource
 from offload.errors import OffloadError
 from offload.memory.shard import Shard, check_process
 from offload.memory.stalls import GRADIENT
-from offload.transfer.device import Device
+from offload.transfer.device import Device, Landing
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import Transfer
 
@@ -63,8 +65,10 @@ class _Entry:
 class Gradients:
     """The gradients of all trained parameters, in `dtype`, on the tiers of their chunks' shards."""
 
-    def __init__(self, units: list[Unit], records: list[Record], dtype: torch.dtype, device: Device, frames: FramePool | None) -> None:
-        self.units, self.records, self.dtype, self.device = units, records, dtype, device
+    def __init__(
+        self, units: list[Unit], records: list[Record], dtype: torch.dtype, device: Device, frames: FramePool | None, resident: Resident
+    ) -> None:  # fmt: skip
+        self.units, self.records, self.dtype, self.device, self._resident = units, records, dtype, device, resident
         self._entries = {r.number: _Entry() for r in records}
         self._lock = threading.RLock()
         self._cache = ChunkCache(frames, frames.count - 1) if frames is not None else None  # a fetch needs one
@@ -175,8 +179,7 @@ class Gradients:
         entry.generation += 1
         entry.scale = scale
         entry.epoch, entry.task = self._epoch, torch._C._current_graph_task_id()
-        source = value.contiguous()
-        entry.landing.append(self.device.send(source, lambda host: self._store(record, host, accumulate=False)))
+        self._send(record, value.contiguous(), lambda there: self._store(record, there, accumulate=False))
         return GradientSource(record, self, entry.generation)
 
     def sum_up(self, record: Record, contribution: Contribution) -> None:
@@ -192,12 +195,29 @@ class Gradients:
         scale, entry.scale = entry.scale, 1.0
         value = contribution.held().contiguous()
 
-        def landing(host: torch.Tensor) -> None:
+        def landing(there: torch.Tensor) -> None:
             if scale != 1.0:
                 self._rescale(record, scale)
-            self._store(record, host, accumulate=True)
+            self._store(record, there, accumulate=True)
 
-        entry.landing.append(self.device.send(value, landing))
+        self._send(record, value, landing)
+
+    def _send(self, record: Record, source: torch.Tensor, landing: Landing) -> None:
+        """Moves a gradient to where landings of the parameter's run, and starts one."""
+        if self._resident.has(record.unit):
+            taken = self._resident.taken(source)
+            transfer = self._resident.start(record, lambda: landing(taken), source.nbytes)
+        else:
+            transfer = self.device.send(source, landing)
+        self._entries[record.number].landing.append(transfer)
+
+    def _put(self, record: Record, value: torch.Tensor) -> None:
+        """Stores a value of the host's, at once or in the order of the device's work."""
+        if self._resident.has(record.unit):
+            self._send(record, value, lambda there: self._store(record, there, accumulate=False))
+            self._settle(self._entries[record.number])  # the value may be the user's memory
+        else:
+            self._store(record, value, accumulate=False)
 
     # Access
 
@@ -240,7 +260,7 @@ class Gradients:
         entry = self._entries[record.number]
         self._settle(entry)
         stored, entry.scale = self._fitted(value.detach().to("cpu").contiguous())
-        self._store(record, stored, accumulate=False)
+        self._put(record, stored)
 
     def _fitted(self, value: torch.Tensor) -> tuple[torch.Tensor, float]:
         """What is to be stored for `value`, and the scale that gives it back; see [Note: fp16 at rest]."""
@@ -258,12 +278,14 @@ class Gradients:
         entry = self._entries[record.number]
         self._settle(entry)
         entry.scale, entry.zeroed = 1.0, True
+        self._resident.forget_sums(record)
         record.sums.zero_()
 
     def settle(self) -> None:
         """Every landing is done; its error, if any, is raised."""
         for entry in self._entries.values():
             self._settle(entry)
+        self._resident.fetch_sums()
 
     def scale_of(self, record: Record) -> float:
         return self._entries[record.number].scale
@@ -279,6 +301,7 @@ class Gradients:
         """Exactly rounded sum of the blocks' sums of squares, of the gradient as it reads; not finite if an element is not."""
         entry = self._entries[record.number]
         self._settle(entry)
+        self._resident.fetch_sums(record)
         total = math.fsum(record.sums.tolist()) * entry.scale**2
         if abs(entry.scale) > 1.0 and total > _FLT_MAX**2 and not self.read(record).isfinite().all():
             return math.inf
@@ -289,7 +312,7 @@ class Gradients:
         self.settle()
         for record in self.records:
             if self._entries[record.number].zeroed:
-                self._store(record, torch.zeros(record.numel, dtype=self.dtype), accumulate=False)
+                self._put(record, torch.zeros(record.numel, dtype=self.dtype))
         if self._cache is not None:
             with self._alone_here():
                 self._cache.flush()
@@ -341,7 +364,10 @@ class Gradients:
             host = host.float()
         entry = self._entries[record.number]
         if entry.zeroed and accumulate:
-            self._store(record, torch.zeros(record.numel, dtype=self.dtype), accumulate=False)
+            self._store(record, torch.zeros(record.numel, dtype=self.dtype, device=host.device), accumulate=False)
+        if self._resident.has(record.unit):
+            self._store_resident(record, host.view(-1), accumulate)
+            return
         self._release(record)
         with self._alone_here(), self._landing(record):
             entry.zeroed = False
@@ -353,7 +379,23 @@ class Gradients:
                 )  # fmt: skip
                 self._came(record, chunk)
 
+    def _store_resident(self, record: Record, source: torch.Tensor, accumulate: bool) -> None:
+        self._entries[record.number].zeroed = False
+        for part, first, stop in self._resident_parts(record):
+            self._resident.store(record, part, source[first:stop], first, accumulate)
+
+    def _resident_parts(self, record: Record) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """(bytes in device memory, first element of the parameter, end element) of each slice."""
+        for chunk, start, first, stop in self._pieces(record):
+            if stop > first:
+                memory = self._memory(record, chunk, fresh=False, dirty=True)
+                yield memory[start : start + (stop - first) * self.dtype.itemsize], first, stop
+
     def _rescale(self, record: Record, factor: float) -> None:
+        if self._resident.has(record.unit):
+            for part, _, _ in self._resident_parts(record):
+                self._resident.scale(part, factor)
+            return
         self._release(record)
         with self._alone_here():
             for chunk, start, first, stop in self._pieces(record):

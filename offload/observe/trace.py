@@ -19,7 +19,7 @@ from offload.memory.recorder import EVENTS_MOST, Recorder, Sample, Span
 
 log = logging.getLogger("offload")
 
-TRACKS = ("steps", "compute", "stalls", "h2d", "d2h", "landing", "update")
+TRACKS = ("steps", "compute", "stalls", "h2d", "d2h", "device", "landing", "update")
 SAMPLED_EVERY = 2e-3  # seconds, at the least
 _Event = dict[str, Any]
 

@@ -18,7 +18,7 @@ from offload.planner.schedule import Speeds
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes a step by link, and trained parameters that it updates."""
+    """Bytes a step by link, and trained parameters that the host updates in it."""
 
     nvme_read: int
     nvme_write: int
@@ -121,7 +121,8 @@ def traffic_of(plan: Plan, *, direct: bool, accumulate: int = 1) -> Traffic:
         if plan.parameter[u] != "device" and not direct:
             h2d += fetches * nbytes
         for i, chunk in enumerate(chunks_of(unit)):
-            updated += sum(s.stop - s.start for s in chunk.slices)
+            if direct or plan.state[u][i] != "device":
+                updated += sum(s.stop - s.start for s in chunk.slices)
             gradient = chunk.numel * DTYPE_BYTES[plan.grad]
             if not direct and plan.gradient[u][i] != "device":
                 d2h += accumulate * gradient

@@ -1,13 +1,14 @@
-"""Fills the tiers in one order with what rests on them. Pure; see [Note: placement]."""
+"""Fills the tiers in one order with what rests on them. Pure; see [Note: placement] and [Note: whole units]."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
+from typing import TypeVar
 
 from offload.planner.form import StateForm
 from offload.planner.layout import DTYPE_BYTES, FLOATING, UnitLayout, slot_bytes
@@ -26,6 +27,20 @@ class Sizes:
     slot: tuple[int, ...]
     plain: tuple[bool, ...]
     ends: dict[str, tuple[tuple[int, ...], ...]]
+
+    def of(self, units: Sequence[int]) -> Sizes:
+        """Those of some units alone."""
+        return Sizes(
+            _picked(self.parameter, units), _picked(self.slot, units), _picked(self.plain, units),
+            {role: _picked(ends, units) for role, ends in self.ends.items()},
+        )  # fmt: skip
+
+
+_T = TypeVar("_T")
+
+
+def _picked(each: Sequence[_T], units: Sequence[int]) -> tuple[_T, ...]:
+    return tuple(each[u] for u in units)
 
 
 def sizes_of(layouts: Sequence[UnitLayout], grad: str, form: StateForm) -> Sizes:
@@ -48,6 +63,11 @@ class Load:
     place: dict[str, str]
     rests: bool
     direct: bool
+
+    @property
+    def whole(self) -> bool:
+        """Whether a unit rests on the device with all its roles or with none; see [Note: whole units]."""
+        return self.rests and not self.direct
 
 
 @dataclass(frozen=True)
@@ -97,6 +117,8 @@ def fill(sizes: Sizes, load: Load, room: Room, slots_for: Callable[[Sequence[int
 
     With `in_reach`, parameters that may rest anywhere must rest where the device computes from them, None where they cannot. Raises Short.
     """
+    if load.whole and "device" not in load.place.values():
+        return _fill_whole(sizes, load, room, slots_for, in_reach)
     fixed = fixed_bytes(sizes, load)
     if fixed["host"] > room.host:
         raise Short("host", fixed["host"])
@@ -123,6 +145,46 @@ def fill(sizes: Sizes, load: Load, room: Room, slots_for: Callable[[Sequence[int
         tuple(chunks.spread(ends, load.place.get(role)) for ends in sizes.ends[role]) for role in ("gradient", "optimizer")
     )
     return Filled(tiers, gradient, state, slots, taken)
+
+
+def _fill_whole(
+    sizes: Sizes, load: Load, room: Room, slots_for: Callable[[Sequence[int]], tuple[int, ...]], in_reach: bool
+) -> Filled | None:
+    """As `fill`: as many units as can be rest whole on the device, beside the slots of the others."""
+    count = len(sizes.parameter)
+    whole = [sizes.parameter[u] + sum(ends[u][-1] for ends in sizes.ends.values() if ends[u]) for u in range(count)]
+    order = [u for u in sorted(range(count), key=lambda u: sizes.parameter[u]) if _may_rest(sizes, load, u)]
+    upto = [0, *accumulate(whole[u] for u in order)]
+    first = bisect_right(upto, room.device // room.share) - 1
+    while first > 0 and room.share * upto[first] + sum(slots_for(_moved_beside(sizes, set(order[:first])))) > room.device:
+        first -= 1
+    there = set(order[: max(0, first)])
+    if in_reach and len(there) < count:
+        return None
+    others = [u for u in range(count) if u not in there]
+    left = Room(room.device - room.share * upto[len(there)], room.share, room.host)
+    nearest = [sizes.slot[u] for u in there if not sizes.plain[u]]  # computed from slots all the same
+    filled = fill(sizes.of(others), replace(load, rests=False), left, lambda moving: slots_for([*moving, *nearest]), False)
+    if filled is None:
+        return None
+    tiers, gradient, state = ["device"] * count, _all_on_device(sizes.ends["gradient"]), _all_on_device(sizes.ends["optimizer"])
+    for u, tier, g, s in zip(others, filled.parameter, filled.gradient, filled.state, strict=True):
+        tiers[u], gradient[u], state[u] = tier, g, s
+    return Filled(tuple(tiers), tuple(gradient), tuple(state), filled.slots, filled.taken | {"device": upto[len(there)]})
+
+
+def _all_on_device(ends: Sequence[Sequence[int]]) -> list[Runs]:
+    return [(("device", len(own)),) if own else () for own in ends]
+
+
+def _may_rest(sizes: Sizes, load: Load, unit: int) -> bool:
+    """Whether no role that the unit has is fixed elsewhere."""
+    return "parameter" not in load.place and not any(role in load.place and ends[unit] for role, ends in sizes.ends.items())
+
+
+def _moved_beside(sizes: Sizes, there: set[int]) -> list[int]:
+    """Slot bytes of the units that are computed from slots when those of `there` rest on the device and no others do."""
+    return [slot for u, slot in enumerate(sizes.slot) if u not in there or not sizes.plain[u]]
 
 
 def _parameters(

@@ -7,6 +7,11 @@ never rests nearer, so a larger budget never moves anything farther away.
 What the run holds besides could undo that: a larger budget also affords more slots and larger staging buffers. So each way to hold them
 serves a range of budgets, above which it uses no more than the range's end; of all ways the one that leaves least on nvme is taken, the
 ampler where they are equal. A plan depends on the nvme budget only in whether what rests there fits.
+
+[Note: whole units]
+Where the host cannot work on device memory nor the device on the host's (`rests` and not `direct`), what rests on the device is updated there. So
+a unit rests there with its parameters, gradients and state or with nothing: small units first, of equal ones those that a forward uses first, since a
+backward needs them last and the next forward would wait for their updates. All other units are placed as said above, on host and nvme.
 """
 
 from __future__ import annotations
@@ -274,7 +279,15 @@ def check_place(place: dict[str, str] | None, capacities: Capacities) -> dict[st
         if tier == "nvme" and not capacities.nvme:
             raise ConfigError(f"place.{role} is nvme, but tiers.nvme names no directory")
         if tier == "device" and not capacities.rests:
-            raise ConfigError(f"place.{role} is device, which this device does not support yet; use host or nvme")
+            raise ConfigError(f"place.{role} is device, which has no kernels here that update what rests there; use host or nvme")
+    if "device" in (place or {}).values() and not capacities.direct:
+        for role, tier in (place or {}).items():
+            if tier != "device":
+                raise ConfigError(
+                    f"place.{role} is {tier}, and another role is on the device: this device updates there what rests there, which takes all of a "
+                    "unit's roles; place all of them on the device, or none"
+                )
+        return dict.fromkeys(ROLES, "device")
     return dict(place or {})
 
 

@@ -217,7 +217,10 @@ class _Builder:
         for c, chunk in enumerate(chunks_of(plan.layouts[unit])):
             nbytes = gradient_chunk_bytes(chunk, plan.grad)
             after = [*sent, *([self._updated[unit, c][0]] if (unit, c) in self._updated else [])]
-            landed = self.task("gradient", unit, c, "d2h", 0.0 if self.direct else nbytes / self.speeds.d2h, after)
+            lane, seconds = "d2h", 0.0 if self.direct else nbytes / self.speeds.d2h
+            if plan.gradient[unit][c] == "device" and not self.direct:
+                lane, seconds = "device", 0.0
+            landed = self.task("gradient", unit, c, lane, seconds, after)
             if plan.gradient[unit][c] == "nvme":
                 landed = self.task("gradient", unit, c, "nvme_write", nbytes / self.speeds.nvme_write, [landed], plan.staging.part_bytes)
             self._landed.append(landed)
@@ -259,8 +262,10 @@ class _Builder:
             if plan.gradient[unit][c] == "nvme":
                 nbytes = gradient_chunk_bytes(self._chunk(place), plan.grad)
                 after.append(self.task("read", unit, c, "nvme_read", nbytes / self.speeds.nvme_read, list(after), early=early))
-        lane = "compute" if self.direct else "update"
-        updated = written = self.task("update", unit, c, lane, self._chunk(place).numel / self.speeds.update, after, early=early)
+        lane, seconds = "compute" if self.direct else "update", self._chunk(place).numel / self.speeds.update
+        if plan.state[unit][c] == "device" and not self.direct:
+            lane, seconds = "device", 0.0  # at the speed of its memory, as compute is
+        updated = written = self.task("update", unit, c, lane, seconds, after, early=early)
         if slot >= 0:
             seconds = self._write_bytes(place) / self.speeds.nvme_write
             written = self._writes[slot] = self.task("write", unit, c, "nvme_write", seconds, [updated], early=early)

@@ -20,7 +20,7 @@ from offload.config import RunConfig
 from offload.errors import ConfigError, OffloadError
 from offload.observe import base
 from offload.observe.metrics import MetricsWriter
-from offload.planner.cost import Traffic
+from offload.planner.cost import Traffic, traffic_of
 from offload.planner.placement import Plan
 from offload.train import loss, model
 from offload.train.checkpoints import Checkpoints, check, fixed, position, random_state, set_random_state
@@ -355,9 +355,8 @@ class Trainer:
             return dict.fromkeys(("bound_step_seconds", "limiting_link"))
         plan = self._runtime.plan
         links = {link: moved[link] // steps for link in ("nvme_read", "nvme_write", "h2d", "d2h")}
-        return self._estimate.bound(
-            Traffic(**links, updated=plan.trained), recompute=plan.recomputes, accumulate=self._config.data.accumulate
-        )
+        updated = traffic_of(plan, direct=self._device == "cpu").updated
+        return self._estimate.bound(Traffic(**links, updated=updated), recompute=plan.recomputes, accumulate=self._config.data.accumulate)
 
 
 def train(config: RunConfig, out: str, *, resume: bool = False, stopped: Callable[[], bool] = lambda: False) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 
@@ -44,9 +45,23 @@ class _Arrived:
         torch.cuda.current_stream().wait_event(self._event)
 
 
+class _Worked:
+    """Work on the stream it was given on: what is computed there later sees it anyway, and any other stream is made to wait; the host does not."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    @property
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+
 class CudaDevice(Device):
     name = "cuda"
-    rests = False  # state rests on the host or NVMe; the device holds slots
+    rests = importlib.util.find_spec("triton") is not None  # its kernels update what rests there
     direct = False
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -55,6 +70,13 @@ class CudaDevice(Device):
         self._copy_in = torch.cuda.Stream(self.compute)
         self._copy_out = torch.cuda.Stream(self.compute)
         self._pinned: list[int] = []
+        self._worked = _Worked(torch.cuda.Event())
+        if self.rests:
+            from offload.transfer.triton_kernels import TritonKernels
+
+            self.kernels = TritonKernels()
+        else:
+            log.warning("no Triton here, so nothing is updated on the device: its budget holds parameters while they are computed with, and no state")
         self._in = SwapQueue("h2d", stalls=self.stalls, cause=FETCH)
         self._out = SwapQueue("d2h", stalls=self.stalls, cause=GRADIENT)
 
@@ -127,6 +149,25 @@ class CudaDevice(Device):
 
         self.moved["d2h"] += source.nbytes
         return self._out.submit(run, source.nbytes, self.in_flight_bytes_most, "activation")
+
+    def work(self, run: Callable[[], None], nbytes: int, what: str = "") -> Transfer:
+        """On the stream that computes, so that what is computed next needs no wait."""
+        with torch.cuda.device(self.compute):
+            self._worked.wait()  # backward may have another stream
+            run()
+            self._worked = _Worked(torch.cuda.Event())
+            self._worked.event.record(torch.cuda.current_stream(self.compute))
+        return self._worked
+
+    def read(self, source: torch.Tensor, after: Sequence[Transfer]) -> torch.Tensor:
+        """By the stream that copies out: the host waits for `after`, and for nothing that was started later."""
+        with torch.cuda.stream(self._copy_out):
+            for work in after:
+                work.wait()
+            host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            host.copy_(source, non_blocking=True)
+            self._copy_out.synchronize()
+        return host
 
     def scratch(self, nbytes: int) -> torch.Tensor:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.compute)

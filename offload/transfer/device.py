@@ -4,7 +4,8 @@
 `cpu` computes in RAM: it binds parameters where they rest in memory, reads NVMe straight into slots, and gradients land at once.
 `sim` computes on the CPU too, but behind an arena of its own: everything goes in and out through asynchronous queues, which may
 run as late as a CUDA stream may. `cuda` is the same with streams and events. A `Copy` fills device memory from host memory or
-from NVMe; a landing is a function that takes a gradient in memory the host can read and stores it.
+from NVMe; a landing is a function that takes a gradient in memory the host can read and stores it. What rests in the memory of `sim` and `cuda`
+stays there through a step, as the host works on neither: see [Note: work on the device].
 
 [Note: freed memory]
 To map pages anew for every activation takes a fifth of a step, so where the device budget is ample the C library is asked to keep what is freed for
@@ -25,8 +26,9 @@ from offload import _core
 from offload.memory.arena import PAGE, Arena
 from offload.memory.limits import resident_bytes
 from offload.memory.shard import Shard
-from offload.memory.stalls import ACTIVATION, FETCH, GRADIENT, Stalls
+from offload.memory.stalls import ACTIVATION, FETCH, GRADIENT, UPDATE, Stalls
 from offload.transfer.frames import FramePool
+from offload.transfer.kernels import HostKernels, Kernels
 from offload.transfer.queue import Done, Pace, SwapQueue, Transfer
 
 REUSED_SHARE = 2  # one part in so many of what is allocated next fits in what is free in the heap, if that is enough
@@ -54,12 +56,16 @@ class Copy:
 
 
 class Device(ABC):
-    """Where a model computes. `rests`: state may rest in its memory and be updated there; `direct`: it computes from host memory."""
+    """Where a model computes. `rests`: state may rest in its memory and be updated there; `direct`: it computes from host memory.
+
+    `kernels` work on its memory, inside of what is given to `work`.
+    """
 
     name: str
     rests: bool
     direct: bool
     compute: torch.device
+    kernels: Kernels
 
     def __init__(self) -> None:
         self.moved = {"h2d": 0, "d2h": 0}
@@ -88,6 +94,20 @@ class Device(ABC):
 
         Waits first as `send` does. What the transfer's wait() raises is what `store` raised.
         """
+
+    def work(self, run: Callable[[], None], nbytes: int, what: str = "") -> Transfer:
+        """Starts `run()`, which uses `kernels` on `nbytes` of device memory, after all such work before it; what it holds is kept until then.
+
+        After the transfer's wait() what is computed, and what copies device memory, sees what it did.
+        """
+        run()
+        return Done()
+
+    def read(self, source: torch.Tensor, after: Sequence[Transfer]) -> torch.Tensor:
+        """What a tensor in device memory holds once the works `after` are done, in memory of the host's own."""
+        for work in after:
+            work.wait()
+        return source.clone()
 
     def scratch(self, nbytes: int) -> torch.Tensor:
         """Device memory to fetch into, `nbytes` of uint8 on a page; it may be dropped while the fetch is under way."""
@@ -226,6 +246,8 @@ class SimDevice(Device):
         super().__init__()
         self._in = SwapQueue("h2d", pace=Pace(h2d, seed), stalls=self.stalls, cause=FETCH)
         self._out = SwapQueue("d2h", pace=Pace(d2h, None if seed is None else seed + 1), stalls=self.stalls, cause=GRADIENT)
+        self.kernels = HostKernels()
+        self._seed, self._work = seed, list[SwapQueue]()  # a queue once there is work for it
 
     def memory(self, nbytes: int) -> Arena:
         return Arena("device", nbytes)
@@ -261,14 +283,19 @@ class SimDevice(Device):
 
         return self._out.submit(run, nbytes, self.in_flight_bytes_most, "activation")
 
+    def work(self, run: Callable[[], None], nbytes: int, what: str = "") -> Transfer:
+        if not self._work:
+            self._work.append(SwapQueue("device", pace=Pace(None, None if self._seed is None else self._seed + 2), stalls=self.stalls, cause=UPDATE))
+        return self._work[0].submit(run, nbytes, what=what)
+
     def depths(self) -> dict[str, int]:
-        return {"h2d": self._in.depth, "d2h": self._out.depth}
+        return {queue.name: queue.depth for queue in (self._in, self._out, *self._work)}
 
     def settle(self) -> None:
-        self._in.drain()
-        self._out.drain()
+        for queue in (self._in, self._out, *self._work):
+            queue.drain()
 
     def close(self) -> None:
-        self._in.close()
-        self._out.close()
+        for queue in (self._in, self._out, *self._work):
+            queue.close()
         self.keep(None, 0)
