@@ -40,6 +40,7 @@ class Slot:
     arriving: Transfer | None = None
     used: int = 0
     flats: list[torch.Tensor] = field(default_factory=list)  # the unit's, as views of the memory
+    views: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # all that were made
 
 
 @dataclass
@@ -114,6 +115,14 @@ class Slots:
             dtype = self.slot_dtype(DTYPES[flat.dtype])
             views.append(memory[at : at + flat.numel * dtype.itemsize].view(dtype))
         return views
+
+    def _views(self, slot: Slot, unit: Unit) -> list[torch.Tensor]:
+        """Made once for units that are laid out alike, which share their flats."""
+        key = id(unit.layout.flats)
+        if key not in slot.views:
+            with torch.inference_mode(False):  # the next user of the slot may be training
+                slot.views[key] = self.slot_views(unit, slot.memory)
+        return slot.views[key]
 
     def slot_bytes(self, unit: Unit) -> int:
         return self._flat_starts(unit.number)[-1]
@@ -265,8 +274,7 @@ class Slots:
         slot.unit, slot.used = number, self._clock
         self.where[number] = slot
         self.counters.fetches += 1
-        with torch.inference_mode(False):  # the next user of the slot may be training
-            slot.flats = self.slot_views(unit, slot.memory)
+        slot.flats = self._views(slot, unit)
         copies = [
             Copy(view, shard, 0, DTYPES[flat.dtype])
             for view, shard, flat in zip(slot.flats, unit.parameters, unit.layout.flats, strict=True)
