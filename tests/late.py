@@ -73,13 +73,13 @@ class LatePrepared:
         self.hyper: np.ndarray[Any, Any] | None = None
         self.begun = False
         self.gated = False
-        self.to_open: set[int] = set()
+        self.to_open: dict[int, int] = {}  # with the address of what is lent to each
         self._lock = threading.Lock()
 
     def begin_all(self) -> None:
         with self._lock:
             for index in sorted(self.to_open):
-                self._pipeline.open(self.batch, index)
+                self._pipeline.open(self.batch, index, self.to_open[index])
             self.to_open.clear()
             if not self.begun and self.hyper is not None:
                 self.begun = True
@@ -88,8 +88,7 @@ class LatePrepared:
     def wait_job(self, index: int, written: bool = False) -> None:
         with self._lock:
             if index in self.to_open:
-                self.to_open.remove(index)
-                self._pipeline.open(self.batch, index)
+                self._pipeline.open(self.batch, index, self.to_open.pop(index))
         if self.hyper is not None:
             self.begin_all()
         self.batch.wait_job(index, written)
@@ -147,11 +146,14 @@ class LatePipeline:
         batch.gated = True
         self._pipeline.gate(batch.batch, hyper)
 
-    def open(self, batch: LatePrepared, index: int) -> None:
+    def has_frame(self, batch: LatePrepared, index: int) -> bool:
+        return bool(self._pipeline.has_frame(batch.batch, index))
+
+    def open(self, batch: LatePrepared, index: int, late: int = 0) -> None:
         if self._chance is not None and self._chance.random() < 0.5:
-            self._pipeline.open(batch.batch, index)
+            self._pipeline.open(batch.batch, index, late)
         else:
-            batch.to_open.add(index)
+            batch.to_open[index] = late
 
     def settle(self, batch: LatePrepared, hyper: np.ndarray[Any, Any]) -> None:
         self.begin(batch, hyper)

@@ -14,6 +14,7 @@ import models as M
 import offload
 from late import late
 from offload.engine import activations
+from offload.engine.registry import engine_of
 from offload.transfer.device import SimDevice
 
 UPDATES = ["forward", "backward"]  # during which pass updates may run
@@ -118,6 +119,7 @@ def overlapped(
     with small_activations_leave(), M.prepared(
         M.seeded(make), M.tiers(path), device=made, updates=updates, activations=mode, accumulate=accumulate, **setting
     ) as model:
+        engine_of(model).early.keep_gradients = seed % 4 < 2
         with late(model, seed) if seed % 3 else nullcontext():
             seen = train(model, loss, wait=False, accumulate=accumulate, **options)
         return seen, offload.runtime(model).digest()

@@ -107,8 +107,8 @@ GRADIENTS_ON_NVME = {"parameter": "nvme", "gradient": "nvme", "optimizer": "host
 PLACES = [M.placed("nvme"), M.placed("host"), STATE_ON_NVME, GRADIENTS_ON_NVME, None]
 
 
-def _train(model: nn.Module, loss: M.Loss, accumulate: int, steps: int = 3) -> tuple[list[float], int]:
-    """Losses, and the most units whose updates ran before a step()."""
+def _train(model: nn.Module, loss: M.Loss, accumulate: int, steps: int = 3, read: bool = True) -> tuple[list[float], int]:
+    """Losses, and norms of gradients if they are to be `read`; and the most units whose updates ran before a step()."""
     torch.manual_seed(5)
     optimizer = offload.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (1 + s))
@@ -120,26 +120,28 @@ def _train(model: nn.Module, loss: M.Loss, accumulate: int, steps: int = 3) -> t
             losses.append(float(value.detach()))
             assert micro == accumulate - 1 or not engine_of(model).early._started
         started = max(started, len(engine_of(model).early._started))
-        losses += [float(p.grad.double().norm()) for p in model.parameters() if p.grad is not None]
+        losses += [float(p.grad.double().norm()) for p in model.parameters() if p.grad is not None and read]
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
     return losses, started
 
 
-def _run(case: str, path: Path, updates: str, accumulate: int, lateness: int | None, units: int | None = None, **over: Any) -> tuple[Any, str, int]:
-    """`lateness`: -1 for updates as they come, None for all late, else the seed of which are. `units`: how many may be early."""
+def _run(
+    case: str, path: Path, updates: str, accumulate: int, lateness: int | None, units: int | None = None, keep: bool = True, **over: Any
+) -> tuple[Any, str, int]:  # fmt: skip
+    """`lateness`: -1 for updates as they come, None for all late, else the seed of which are. `units`: how many may be early. `keep`: gradients are
+    kept where they were to rest, and read."""
     make, loss = CASES[case]
     slots = None if case == "nested" else over.pop("slots", None)
     over.pop("slots", None)
     with M.prepared(M.seeded(make), M.tiers(path), accumulate=accumulate, updates=updates, slots=slots, **over) as model:
-        if units is not None:
-            engine_of(model).early.units_most = units
+        offload.runtime(model).start_early(len(engine_of(model).units) if units is None else units, keep_gradients=keep)
         if lateness == -1:
-            losses, started = _train(model, loss, accumulate)
+            losses, started = _train(model, loss, accumulate, read=keep)
             return losses, offload.runtime(model).digest(), started
         with late(model, lateness):
-            losses, started = _train(model, loss, accumulate)
+            losses, started = _train(model, loss, accumulate, read=keep)
             return losses, offload.runtime(model).digest(), started
 
 
@@ -165,15 +167,15 @@ def test_bits_are_those_of_updates_under_the_forward(tmp_path: Path, case: str, 
 @given(
     case=st.sampled_from(list(CASES)), place=st.sampled_from(PLACES), accumulate=st.sampled_from([1, 3]), units=st.integers(0, 6),
     device=st.one_of(st.none(), st.integers(0, 1000)), lateness=st.one_of(st.none(), st.just(-1), st.integers(0, 1000)),
-    precision=st.sampled_from([M.FP32, M.BF16, COMPACT]), slots=st.sampled_from([None, 3]),
+    precision=st.sampled_from([M.FP32, M.BF16, COMPACT]), slots=st.sampled_from([None, 3]), keep=st.booleans(),
 )  # fmt: skip
 def test_any_number_of_units_and_any_delay(
-    tmp_path_factory: Any, case: str, accumulate: int, device: int | None, precision: Any, **over: Any
+    tmp_path_factory: Any, case: str, accumulate: int, device: int | None, precision: Any, keep: bool, **over: Any
 ) -> None:  # fmt: skip
     path = tmp_path_factory.mktemp("swap")
-    want = _run(case, path, "forward", accumulate, -1, precision=precision)
+    want = _run(case, path, "forward", accumulate, -1, precision=precision, keep=keep)
     chosen: Any = "cpu" if device is None else SimDevice(seed=device)
-    assert _run(case, path, "backward", accumulate, device=chosen, precision=precision, **over)[:2] == want[:2]
+    assert _run(case, path, "backward", accumulate, device=chosen, precision=precision, keep=keep, **over)[:2] == want[:2]
 
 
 def test_states_are_read_and_updated_in_the_order_of_the_backward(tmp_path: Path) -> None:

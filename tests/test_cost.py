@@ -92,7 +92,7 @@ def test_a_model_is_measured_by_its_kinds_of_unit(tmp_path: Path, monkeypatch: p
     assert all(found.units[number].forward > 0 for number in (found.order[0], found.order[-1]))
     assert min(found.rates.read or 0, found.rates.write or 0, found.rates.mixed or 0, found.rates.updates) > 0
     assert not (tmp_path / "swap").exists()
-    figures = found.bound(Traffic(0, 0, 0, 0, 1), recompute=False, accumulate=1)
+    figures = found.bound(Traffic(0, 0, 0, 0, 1), recomputed=(), accumulate=1)
     assert figures["bound_step_seconds"] > 0 and figures["limiting_link"] == "compute"
     assert found.predicted(planned, direct=True, accumulate=1) >= figures["bound_step_seconds"] * 0.999
     profile.save("swap", {"gb_per_second": {"SwapFile": {"read": 1.0, "write": 2.0, "mixed": 3.0}}}, where=tmp_path)

@@ -453,7 +453,15 @@ void bind_pipeline(py::module_& m) {
            "on.")
       .def("gate", &gate, py::arg("batch"), py::arg("hyper"),
            "As begin(), but each job waits until it is opened, or until settle().")
-      .def("open", &Pipeline::open, py::arg("batch"), py::arg("index"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "open",
+          [](Pipeline& p, const std::shared_ptr<Batch>& batch, size_t index, uintptr_t late) {
+            p.open(batch, index, reinterpret_cast<char*>(late));
+          },
+          py::arg("batch"), py::arg("index"), py::arg("late") = 0, py::call_guard<py::gil_scoped_release>(),
+          "`late`: the address of what the job's late read would bring, which is then left out; until it is updated.")
+      .def("has_frame", &Pipeline::has_frame, py::arg("batch"), py::arg("index"),
+           py::call_guard<py::gil_scoped_release>(), "Whether a job that is not over has a frame.")
       .def("settle", &settle, py::arg("batch"), py::arg("hyper"),
            "Opens all jobs of the gated batch that are not open, with these hyper-parameters.");
 }

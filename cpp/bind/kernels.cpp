@@ -239,6 +239,7 @@ void bind_kernels(py::module_& m) {
   m.def("keep_freed", &keep_freed, py::arg("kept"),
         "Whether freed heap memory stays with the process or goes back to the kernel; until the next call.");
   m.def("freed_bytes", &freed_bytes, "Bytes that are free in the heap.");
+  m.def("resident_bytes", &resident_bytes, "Resident memory of this process now; 0 where the kernel does not say.");
   m.def("trim", &trim, "Gives free heap pages back now; true if any memory was.");
 }
 

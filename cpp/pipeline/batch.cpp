@@ -32,6 +32,7 @@ Batch::Batch(std::vector<std::shared_ptr<const Job>> jobs, std::shared_ptr<Signa
     : jobs_(std::move(jobs)),
       signal_(std::move(signal)),
       gates_(jobs_.size(), Gate::kShut),
+      lent_(jobs_.size(), nullptr),
       states_(jobs_.size(), State::kPending),
       unfinished_(jobs_.size()) {
   for (const auto& job : jobs_) {

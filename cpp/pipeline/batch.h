@@ -82,6 +82,7 @@ class Batch {
   bool begun_ = false;
   bool cancelled_ = false;                            // what was not opened by then changes nothing
   std::vector<Gate> gates_;                           // under the pipeline's mutex
+  std::vector<char*> lent_;                           // as gates_: by job, see Pipeline::open()
   std::vector<std::shared_ptr<io::Engine>> engines_;  // each once
 
   mutable std::mutex mutex_;

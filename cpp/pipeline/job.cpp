@@ -1,5 +1,6 @@
 #include "pipeline/job.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -65,10 +66,21 @@ void check(const Job& job, uint64_t frame_bytes) {
   }
 }
 
-void update(const Job& job, const std::vector<Hyper>& hypers, char* frame, ThreadPool& pool) {
+const Move* Job::late_read() const {
+  const auto is_late = [](const Move& move) { return move.late; };
+  const auto first = std::find_if(reads.begin(), reads.end(), is_late);
+  return first == reads.end() || std::any_of(first + 1, reads.end(), is_late) ? nullptr : &*first;
+}
+
+void update(const Job& job, const std::vector<Hyper>& hypers, char* frame, ThreadPool& pool, char* late) {
+  const Move* const there = late == nullptr ? nullptr : job.late_read();
+  const auto at = [&](const Place& place) -> void* {
+    const bool lent = there != nullptr && place.base == Base::kFrame && place.offset >= there->frame_offset &&
+                      place.offset - there->frame_offset < there->nbytes;
+    return lent ? late + (place.offset - there->frame_offset) : place.resolve(frame);
+  };
   for (const Segment& s : job.segments) {
     if (s.n == 0) continue;
-    const auto at = [frame](const Place& place) { return place.resolve(frame); };
     update(hypers[s.hyper], job.form(),
            {at(s.master), at(s.low), at(s.grad), at(s.exp_avg), at(s.exp_avg_scale), at(s.exp_avg_sq),
             at(s.exp_avg_sq_scale), at(s.out)},

@@ -56,12 +56,14 @@ struct Job {
 
   Form form() const { return {master, moments, grad_dtype, out_dtype}; }
   bool needs_frame() const { return !reads.empty() || !writes.empty(); }
+  const Move* late_read() const;  // the only one; null where there is none, or several
 };
 
 // Throws std::invalid_argument when the job reaches outside a frame or a file, or an array is missing or misaligned.
 void check(const Job& job, uint64_t frame_bytes);
 
-// Updates a job's segments, whose frame is `frame` (null for a job without).
-void update(const Job& job, const std::vector<Hyper>& hypers, char* frame, ThreadPool& pool);
+// Updates a job's segments, whose frame is `frame` (null for a job without). `late`: where the bytes of its late read
+// are, if not in the frame.
+void update(const Job& job, const std::vector<Hyper>& hypers, char* frame, ThreadPool& pool, char* late = nullptr);
 
 }  // namespace offload

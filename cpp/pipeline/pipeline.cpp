@@ -136,12 +136,22 @@ void Pipeline::gate(const std::shared_ptr<Batch>& batch, std::vector<Hyper> hype
   prepared_.reset();
 }
 
-void Pipeline::open(const std::shared_ptr<Batch>& batch, size_t index) {
+void Pipeline::open(const std::shared_ptr<Batch>& batch, size_t index, char* late) {
   const Lock lock(signal_->mutex);
   check_is(batch, gated_, "gated");
   batch->check_index(index);
+  if (batch->gates_[index] == Batch::Gate::kOpen) throw std::invalid_argument("pipeline: this job is open already");
+  if (late != nullptr && batch->jobs_[index]->late_read() == nullptr)
+    throw std::invalid_argument("pipeline: memory is lent to a job that has not one late read");
+  batch->lent_[index] = late;
   batch->gates_[index] = Batch::Gate::kOpen;
   signal_->changed.notify_all();
+}
+
+bool Pipeline::has_frame(const std::shared_ptr<Batch>& batch, size_t index) const {
+  const Lock lock(signal_->mutex);
+  return std::any_of(framed_.begin(), framed_.end(),
+                     [&](const RunPtr& run) { return run->batch == batch && run->index == index && run->frame >= 0; });
 }
 
 void Pipeline::settle(const std::shared_ptr<Batch>& batch, std::vector<Hyper> hypers) {
@@ -281,6 +291,7 @@ void Pipeline::read(Lock& lock, const RunPtr& run, bool late) {
   std::vector<Move> moves;
   bool all = true;
   for (const Move& move : run->job->reads) {
+    if (move.late && run->lent() != nullptr) continue;  // it is there
     if (move.late && !late) all = false;
     if (move.late ? late : run->stage == Stage::kWaiting) moves.push_back(move);
   }
@@ -346,9 +357,10 @@ bool Pipeline::step(Lock& lock) {
   runs.erase(std::find(runs.begin(), runs.end(), run));
   if (!run->idle) {
     const auto& hypers = run->batch->hypers(run->index);
+    char* const late = run->lent();
     lock.unlock();
     const auto start = Clock::now();
-    update(*run->job, hypers, run->memory(frames_), pool_);
+    update(*run->job, hypers, run->memory(frames_), pool_, late);
     run->times.update_from = start;
     run->times.update_to = Clock::now();
     lock.lock();

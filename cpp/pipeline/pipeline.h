@@ -88,7 +88,11 @@ class Pipeline {
   // std::invalid_argument for any batch but the gated one. Until it is settled, prepare() and submit() throw, and
   // cancel() takes it too: what was opened goes on, the rest changes nothing.
   void gate(const std::shared_ptr<Batch>& batch, std::vector<Hyper> hypers);
-  void open(const std::shared_ptr<Batch>& batch, size_t index);
+  // `late`: memory that has the bytes of the job's only late read, which is then left out; it is the job's until the
+  // job is updated, or has failed.
+  void open(const std::shared_ptr<Batch>& batch, size_t index, char* late = nullptr);
+  // Whether a job of a batch that is not over has a frame, so that it is updated soon once it is open.
+  bool has_frame(const std::shared_ptr<Batch>& batch, size_t index) const;
   void settle(const std::shared_ptr<Batch>& batch, std::vector<Hyper> hypers);
 
   const PipelineOptions& options() const { return options_; }
@@ -120,6 +124,7 @@ class Pipeline {
     Traced times;
 
     bool open() const { return batch->open(index); }
+    char* lent() const { return batch->lent_[index]; }
     char* memory(const std::vector<char*>& frames) const { return frame < 0 ? nullptr : frames[frame]; }
   };
   using RunPtr = std::shared_ptr<Run>;

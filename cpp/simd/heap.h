@@ -13,5 +13,7 @@ bool keep_freed(bool kept);
 bool trim();
 // What is free in the heap, of which some may not be resident.
 std::size_t freed_bytes();
+// Resident memory of this process now; 0 where the kernel does not say.
+std::size_t resident_bytes();
 
 }  // namespace offload

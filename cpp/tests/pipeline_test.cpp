@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <cstring>
 #include <random>
 #include <thread>
@@ -362,6 +363,66 @@ void late_reads() {
   }
 }
 
+// Gradients that are lent are taken from where they are, whether their job has a frame yet or not: neither is the file
+// read, where something else lies, nor the memory used any more once the job is updated.
+void lent_reads(int kind, size_t frame_count) {
+  Rig rig(make_engine(kind), frame_count, 0, 0, false);
+  constexpr size_t n = 1024, count = 7;
+  rig.channel.file = std::make_shared<io::File>(rig.scratch.file("b"), count * kRecordBytes, true);
+  std::vector<std::vector<float>> records(count, std::vector<float>(4 * n)), twins, grads(count);
+  std::vector<size_t> jobs;
+  for (size_t i = 0; i < count; ++i) {
+    for (size_t k = 0; k < 3 * n; ++k) records[i][k] = static_cast<float>(k % 89 + i);
+    const auto framed = [](size_t k) { return Place{Base::kFrame, 4 * k}; };
+    Job job;  // two parameters, the second from the middle on
+    for (const size_t at : {size_t{0}, n / 2}) {
+      job.segments.push_back({0, n / 2, framed(at), framed(3 * n + at), framed(n + at), framed(2 * n + at), kNowhere});
+    }
+    job.reads = job.writes = {{rig.channel, i * kRecordBytes, 0, 12 * n}};
+    job.reads.push_back({rig.channel, i * kRecordBytes + 12 * n, 12 * n, 4 * n, true});
+    jobs.push_back(rig.pipeline->add_job(job));
+    rig.channel.write(i * kRecordBytes, records[i].data(), 16 * n)->wait();
+  }
+  twins = records;
+  for (int step = 1; step <= 4; ++step) {
+    const auto batch = rig.pipeline->prepare(jobs);
+    rig.pipeline->gate(batch, {hyper_of(step)});
+    std::vector<size_t> order(count);
+    for (size_t i = 0; i < count; ++i) order[i] = i;
+    std::shuffle(order.begin(), order.end(), std::mt19937(static_cast<unsigned>(step)));
+    size_t lent = 0;
+    for (const size_t i : order) {
+      grads[i].assign(n, static_cast<float>(step) - 0.25f * static_cast<float>(i));
+      float* t = twins[i].data();
+      adam_update(hyper_of(step), t, grads[i].data(), Dtype::f32, t + n, t + 2 * n, nullptr, Dtype::f32, n, rig.pool);
+      if ((i + static_cast<size_t>(step)) % 3 == 0) {
+        rig.channel.write(i * kRecordBytes + 12 * n, grads[i].data(), 4 * n)->wait();
+        if (i % 2 == 0) rig.pipeline->open(batch, i);  // the others are settled
+      } else {
+        std::vector<float> other(n, std::nanf(""));
+        rig.channel.write(i * kRecordBytes + 12 * n, other.data(), 4 * n)->wait();
+        rig.pipeline->open(batch, i, reinterpret_cast<char*>(grads[i].data()));
+        ++lent;
+      }
+    }
+    const size_t open = step % 3 == 0 ? 1 : 0;  // one that was lent to
+    CHECK_THROWS(std::invalid_argument, rig.pipeline->open(batch, open), "open already");
+    for (const size_t i : order) {
+      if ((i + static_cast<size_t>(step)) % 3 == 0) continue;
+      batch->wait_job(i, false);
+      std::fill(grads[i].begin(), grads[i].end(), std::nanf(""));
+      CHECK(!rig.pipeline->has_frame(batch, i));
+    }
+    rig.pipeline->settle(batch, {hyper_of(step)});
+    batch->wait();
+    CHECK(batch->stats().bytes_read == count * 12 * n + (count - lent) * 4 * n || frame_count < count);
+  }
+  for (size_t i = 0; i < count; ++i) {
+    rig.channel.read(i * kRecordBytes, records[i].data(), 16 * n)->wait();
+    CHECK(std::equal(records[i].begin(), records[i].begin() + 3 * n, twins[i].begin()));
+  }
+}
+
 // Jobs opened in any order, some never; the rest have hyper-parameters of their own. A job that is open ends though
 // others keep their frames shut.
 void gated(int kind, size_t frame_count, bool mixed, unsigned order) {
@@ -514,6 +575,9 @@ int main() {
     for (const bool writing : {false, true}) gated_failures(frames, writing);
   }
   late_reads();
+  for (int kind = 0; kind < 3; ++kind) {
+    for (const size_t frames : {1, 2, 5, 12}) lent_reads(kind, frames);
+  }
   lazy_jobs();
   for (const size_t frames : {1, 5}) prepared_failures(frames);
   dropped_in_flight();

@@ -38,6 +38,7 @@ def _placement(run: str, overrides: Sequence[str]) -> dict[str, Any]:
     import torch
 
     from offload.planner.cost import traffic_of
+    from offload.planner.schedule import taken
     from offload.train import model
     from offload.train.estimate import estimate
     from offload.train.loop import compute_device
@@ -48,13 +49,15 @@ def _placement(run: str, overrides: Sequence[str]) -> dict[str, Any]:
     device = compute_device(config.train.device)
     made = model.plan(model_config, config, device, toy.in_chunks)
     direct, accumulate = device == "cpu", config.data.accumulate
-    traffic = traffic_of(made, direct=direct, accumulate=accumulate)
     found = estimate(model_config, config, made, toy.in_chunks, torch.device("cuda" if device == "cuda" else "cpu"))
-    early = found.early(made, direct=direct, accumulate=accumulate) if config.updates_value() == "backward" else 0
+    backward = config.updates_value() == "backward"
+    made = found.fastest(made, direct=direct, accumulate=accumulate, early=backward)
+    early = found.early(made, direct=direct, accumulate=accumulate) if backward else 0
+    traffic = traffic_of(made, direct=direct, accumulate=accumulate, taken=taken(made, found.order, early))
     return {
         "parameters": made.parameters,
         "predicted_step_seconds": found.predicted(made, direct=direct, accumulate=accumulate, early=early),
-        **found.bound(traffic, recompute=made.recomputes, accumulate=accumulate),
+        **found.bound(traffic, recomputed=made.recomputed, accumulate=accumulate),
         "written_bytes_per_step": traffic.nvme_write,
         "state_bytes": made.state_bytes,
         "state_bytes_per_rank": made.state_bytes,
@@ -62,6 +65,7 @@ def _placement(run: str, overrides: Sequence[str]) -> dict[str, Any]:
         "peak_bytes": made.peak_bytes,
         "activations": made.activations,
         "activation_bytes": made.activation_bytes,
+        "recomputed_units": len(made.recomputed),
         "placement": made.describe(),
     }
 
@@ -75,7 +79,8 @@ def _text(result: dict[str, Any]) -> str:
     lines += [f"{tier}: {format_size(result['peak_bytes'][tier])} of {format_size(have)}" for tier, have in result["budget_bytes"].items()]
     lines += [f"{role}: " + ", ".join(f"{format_size(n)} {tier}" for tier, n in tiers.items() if n) for role, tiers in result["placement"].items()]
     held = ", ".join(f"{format_size(n)} {tier}" for tier, n in result["activation_bytes"].items() if n)
-    lines.append(f"activations: {result['activations']}" + (f" ({held})" if held else ""))
+    again = f", {result['recomputed_units']} units computed again" if result["recomputed_units"] else ""
+    lines.append(f"activations: {result['activations']}{again}" + (f" ({held})" if held else ""))
     lines.append(f"a step is expected to take {result['predicted_step_seconds']:.3g} s")
     lines.append(f"it takes at least {result['bound_step_seconds']:.3g} s, held by {result['limiting_link']}")
     lines.append(f"{format_size(result['written_bytes_per_step'])} written to NVMe a step")

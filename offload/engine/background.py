@@ -16,7 +16,7 @@ Units that rest whole on a device have no jobs here: their updates are the devic
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -26,10 +26,32 @@ from offload.engine.record import Unit
 from offload.engine.resident import Resident
 from offload.engine.update import Updates
 from offload.errors import OffloadError, SwapError
+from offload.memory.shard import Transfer
 from offload.memory.stalls import NVME_READ, NVME_WRITE, UPDATE, Stalls
 
 STEPS_MOST = 2  # steps whose write-backs may be under way
 Hypers: TypeAlias = dict[str, float | int | bool]  # fields of ops.HYPER
+
+
+class _Reader:
+    """A job that takes its gradient from memory that was lent to it. `wait` returns when it does no more, whatever became of it."""
+
+    def __init__(self, batch: Any, index: int, stalls: Stalls, behind: Callable[[], dict[str, float]]) -> None:
+        self._batch, self._index, self._stalls, self._behind = batch, index, stalls, behind
+
+    @property
+    def done(self) -> bool:
+        return bool(self._batch.reached(self._index, False))
+
+    def wait(self) -> None:
+        if self.done:
+            return
+        try:
+            with self._stalls.waiting(UPDATE, self._behind):
+                self._batch.wait_job(self._index, False)
+        except SwapError:
+            if not self.done:  # a device is stuck
+                raise
 
 
 @dataclass
@@ -51,6 +73,7 @@ class Background:
         self._prepared: tuple[Any, list[tuple[int, int]]] | None = None
         self._gated: tuple[Any, list[tuple[int, int]]] | None = None  # of the step that comes; see [Note: updates under the backward]
         self._hyper: np.ndarray[Any, Any] | None = None  # of what is gated
+        self._at: dict[tuple[int, int], int] = {}  # of the gated batch
         self._dropped: Any = None
         self._seconds: dict[str, float] = {}
         self._error: SwapError | None = None
@@ -90,6 +113,7 @@ class Background:
             for key, value in (fields | {"active": 1}).items():
                 table[number][key] = value
         self._updates.pipeline.gate(batch, table)
+        self._at = {place: index for index, place in enumerate(places)}
         self._gated, self._hyper = (batch, places), table
 
     @property
@@ -97,18 +121,21 @@ class Background:
         """Whether there is anything to open."""
         return self._gated is not None
 
-    def open(self, unit: int) -> None:
-        """The unit's updates may run from here on."""
+    def open(self, unit: int, lent: Mapping[int, int]) -> dict[int, Transfer]:
+        """The unit's updates may run from here on. `lent`: by chunk, the address of its gradient in a buffer; and until when it is read there."""
         if self._gated is None or self._hyper is None:
             raise OffloadError("there is no update to open")
         if self._resident.has(unit):
             self._resident.update(unit, self._hyper)
-            return
-        batch, places = self._gated
-        for index, place in enumerate(places):
-            if place[0] == unit:
-                self._jobs[unit][place[1]] = _Job(batch, index)
-                self._updates.pipeline.open(batch, index)
+            return {}
+        batch, readers = self._gated[0], dict[int, Transfer]()
+        for chunk in range(len(self._units[unit].states)):
+            index = self._at[unit, chunk]
+            self._jobs[unit][chunk] = _Job(batch, index)
+            self._updates.pipeline.open(batch, index, lent.get(chunk, 0))
+            if chunk in lent:
+                readers[chunk] = _Reader(batch, index, self._stalls, self._behind)
+        return readers
 
     def read_ahead(self, order: Sequence[int]) -> None:
         """Starts reading for the next step's updates, unless that was done. See [Note: reading ahead]."""
@@ -283,6 +310,12 @@ class Background:
         _add(self._seconds, batch)
         if raising:
             self.check()
+
+
+def has_frame(background: Background, unit: int, chunk: int) -> bool:
+    """Whether a chunk's update, once it is opened, waits for no buffer. From any thread."""
+    gated = background._gated
+    return gated is not None and bool(background._updates.pipeline.has_frame(gated[0], background._at[unit, chunk]))
 
 
 def _add(total: dict[str, float], batch: Any) -> None:

@@ -19,12 +19,18 @@ class _Entry:
     frame: torch.Tensor
     dirty: bool = False
     writing: Transfer | None = None
+    reader: Transfer | None = None  # an update that the frame was lent to
+
+    @property
+    def lent(self) -> bool:
+        return self.reader is not None and not self.reader.done
 
 
 class ChunkCache:
     """Holds at most `quota` frames.
 
-    `memory` gives a chunk's bytes to read and write; `finish` starts its write-back; `flush` ends with all written and every frame returned.
+    `memory` gives a chunk's bytes to read and write; `finish` starts its write-back; `flush` ends with all written and every frame returned
+    that is not lent. A frame that is `lend`ed to an update is neither written to nor returned until its reader has ended.
     """
 
     def __init__(self, frames: FramePool, quota: int) -> None:
@@ -44,7 +50,8 @@ class ChunkCache:
                 shard.read(0, entry.frame[: shard.nbytes])
             else:
                 entry.frame[: shard.nbytes].zero_()
-        elif dirty and entry.writing is not None:
+        elif dirty:
+            self._await(entry)
             self._settle(entry)
         self._entries.move_to_end(key)
         entry.dirty = entry.dirty or dirty
@@ -63,16 +70,30 @@ class ChunkCache:
             self._settle(entry)
         return entry is None or not (entry.dirty or entry.writing is not None)
 
+    def frame(self, key: int) -> torch.Tensor | None:
+        """The chunk's bytes, if they are here."""
+        entry = self._entries.get(key)
+        return entry.frame[: entry.shard.nbytes] if entry is not None else None
+
+    def lend(self, key: int, reader: Transfer, *, keep: bool) -> None:
+        """What reads the chunk's frame until it ends. Unless it is to `keep`, the chunk counts no more: it is not written."""
+        entry = self._entries[key]
+        entry.reader = reader
+        if not keep:
+            entry.dirty = False
+            self._on_disk.discard(key)
+
     def flush(self) -> None:
         for key, entry in self._entries.items():
             if entry.dirty:
                 self._start_write(key, entry)
-        while self._entries:
-            _, entry = self._entries.popitem(last=False)
+        for key, entry in list(self._entries.items()):
             try:
                 self._settle(entry)
             finally:
-                self._frames.give(entry.frame)
+                if not entry.lent:
+                    del self._entries[key]
+                    self._frames.give(entry.frame)
 
     def _start_write(self, key: int, entry: _Entry) -> None:
         self._settle(entry)
@@ -85,14 +106,19 @@ class ChunkCache:
         if writing is not None:
             writing.wait()
 
+    def _await(self, entry: _Entry) -> None:
+        reader, entry.reader = entry.reader, None
+        if reader is not None:
+            reader.wait()
+
     def _frame(self) -> torch.Tensor:
         if len(self._entries) < self._quota:
             return self._frames.take()
-        clean = next((k for k, e in self._entries.items() if not e.dirty), None)
-        key = clean if clean is not None else next(iter(self._entries))
-        entry = self._entries[key]
+        free = [(k, e) for k, e in self._entries.items() if not e.lent] or list(self._entries.items())
+        key, entry = next(((k, e) for k, e in free if not e.dirty), free[0])
         if entry.dirty:
             self._start_write(key, entry)
+        self._await(entry)
         self._settle(entry)
         del self._entries[key]
         return entry.frame

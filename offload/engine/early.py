@@ -3,7 +3,9 @@
 [Note: updates under the backward]
 With updates="backward", the backward of a step's last micro-batch begins a gated batch: hyperparameters are those that the optimizer then has.
 A unit's updates *start* once every gradient that the graph holds for it has come and no lease on it stands, so nothing in this backward needs its
-values any more; they are *opened* once those gradients are at rest and finite. Everything else is left to step(). Until step() has found that
+values any more; they are *opened* once those gradients are at rest and finite. Gradients that rest on NVMe are taken from the staging buffer in
+which they landed, where the update has its own buffer by then; they need not be read, nor, unless somebody may read `.grad`
+(`keep_gradients`), be written. Everything else is left to step(). Until step() has found that
 it would have done just that, whatever would make a difference is refused: before it happens where it can be seen, else for good.
 
 [Note: hidden uses]
@@ -17,13 +19,14 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from offload.engine.atrest import AtRest
-from offload.engine.background import Background, Hypers
-from offload.engine.gradients import Gradients, accumulates, at_rest
+from offload.engine.background import Background, Hypers, has_frame
+from offload.engine.gradients import Gradients, accumulates, give, landed
 from offload.engine.record import Record, Unit
 from offload.engine.slots import Use
 from offload.engine.sources import GradientSource
@@ -53,8 +56,10 @@ class Early:
         self._units, self._gradients, self._background, self._uses, self._forward = units, gradients, background, uses, forward
         self.accumulate = accumulate
         self.units_most = len(units)  # those whose gradients come first
+        self.keep_gradients = True  # also where an update had no need of them at rest
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.hidden: set[int] = set()  # see [Note: hidden uses]
+        self._at_once = partial(has_frame, background)
         self._trained = [[r for r in u.records if r.trained] for u in units]
         self._order: list[int] = []
         self._error: OffloadError | None = None
@@ -66,6 +71,7 @@ class Early:
         self.hidden.clear()
         self._task = -1  # of the backward that starts updates
         self._awaited: dict[int, set[int]] = {}  # by unit, the parameters whose gradients are to come
+        self._chosen: frozenset[int] = frozenset()  # units whose updates this backward is to start
         self._complete: list[int] = []
         self._hypers: dict[int, Hypers] = {}
         self._started: dict[int, list[int]] = {}  # by unit, the generations of its gradients
@@ -111,6 +117,7 @@ class Early:
         self._background.gate(self._hypers, self._order)
         self._task = torch._C._current_graph_task_id()
         self._awaited = {u: {r.number for r in self._trained[u]} for u in chosen}
+        self._chosen = frozenset(chosen)
 
     def _optimizer(self) -> Optimizer | None:
         if len(self.optimizers) > 1:
@@ -150,14 +157,19 @@ class Early:
             elif all(self._stands(r) and self._gradients.scale_of(r) == 1.0 for r in self._trained[unit]):
                 self._started[unit] = [self._gradients.generation(r) for r in self._trained[unit]]
         for unit in self._started:
-            if unit not in self._opened and at_rest(self._gradients, self._trained[unit]):
+            if unit not in self._opened and landed(self._gradients, self._trained[unit]):
                 self._spoilt = not all(math.isfinite(self._gradients.norm_squared(r)) for r in self._trained[unit])
                 if self._spoilt:
                     return
+                if not give(self._gradients, unit, self._at_once, self._background.open, self.keep_gradients):
+                    continue
                 self._opened.add(unit)
                 for record in self._trained[unit]:
                     record.version += 1
-                self._background.open(unit)
+
+    def takes(self, unit: int, chunk: int) -> bool:
+        """Whether a gradient that has come whole is for its update alone, and that can start at once. From any thread."""
+        return not self.keep_gradients and unit in self._chosen and not self._spoilt and self._at_once(unit, chunk)
 
     def _stands(self, record: Record) -> bool:
         """Whether `.grad` is the parameter's gradient at rest."""

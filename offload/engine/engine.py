@@ -21,7 +21,7 @@ from offload.engine.atrest import AtRest
 from offload.engine.background import Background
 from offload.engine.build import Found, arena_bytes, make_records, make_shards
 from offload.engine.early import Early
-from offload.engine.gradients import Gradients
+from offload.engine.gradients import Gradients, check_sums
 from offload.engine.initialise import fill_buffers, initial_values
 from offload.engine.record import CODES, DTYPES, Record, Unit
 from offload.engine.resident import Resident
@@ -105,10 +105,10 @@ class Engine:
         self.values = [ValueSource(r, self) for r in self.records]
 
     def _make_updates(self, grad: torch.dtype) -> Updates:
-        plan = self.plan
+        plan, lent = self.plan, self.frames.all if self.frames is not None else ()
         return Updates(
             self.units, self.records, plan.form, grad, self.update_frames, plan.staging.frame_bytes, self.seed, self.device.direct,
-            self.resident.numbers,
+            self.resident.numbers, lent,
         )  # fmt: skip
 
     def _take_over(self) -> None:
@@ -126,12 +126,12 @@ class Engine:
                     if buffer is not None:
                         module._buffers[key] = buffer.to(self.device.compute)
         self.streamer = Streamer(
-            self.model, self.units, self.records, self.slots, self.gradients, self.activations, self.plan.recomputes, self.initialise
+            self.model, self.units, self.records, self.slots, self.gradients, self.activations, self.plan.recomputed, self.initialise
         )
         self.early = Early(self.units, self.gradients, self.background, self.slots.uses, self.streamer.order.forward, self._updates_after)
         self.streamer.early = self.early
         self.state.guard = lambda record: self.early.guard_use(record.unit)
-        self.gradients.guard, self.gradients.came = self.early.guard, self.early.came
+        self.gradients.guard, self.gradients.came, self.gradients.takes = self.early.guard, self.early.came, self.early.takes
         self.streamer.on_root = self._close_plan
         self.streamer.before_backward = self._before_backward
         self.gradients.before_sums = self.widen_gradients
@@ -153,7 +153,7 @@ class Engine:
             if made.boundaries.nbytes:
                 self._reserve_boundaries(made.boundaries)
             self.device.keep(made.surge_bytes, made.free_bytes)
-            self.plan, self.streamer.recompute = made, made.recomputes
+            self.plan, self.streamer.recomputed = made, made.recomputed
 
     def _reserve_boundaries(self, boundaries: Boundaries) -> None:
         """For a plan that is closed late. BudgetError or SwapError before anything else has happened."""
@@ -232,6 +232,7 @@ class Engine:
     # Gradients
 
     def _before_backward(self) -> None:
+        check_sums(self.gradients)
         if self.gradients.dtype != torch.float32 and any(self.gradients.earlier(r) for r in self.records if r.trained):
             self.early.refuse("a further backward")
             self.widen_gradients()

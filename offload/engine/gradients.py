@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -56,6 +56,7 @@ class _Entry:
     generation: int = 0
     scale: float = 1.0
     zeroed: bool = False  # it reads as zeros, which are yet to be stored: an update may still read what is there
+    spent: bool = False  # an update took it from memory, and it was not kept
     landing: list[Transfer] = field(default_factory=list)
     early_task: int = -1
     epoch: int = -1
@@ -80,6 +81,7 @@ class Gradients:
         self.let_go: Callable[[int, int], None] = lambda unit, chunk: None  # waits for a chunk's update, which reads what rests here
         self.before_backward: Callable[[], None] = lambda: None  # called at each gradient that arrives
         self.came: Callable[[Record], None] = lambda record: None
+        self.takes: Callable[[int, int], bool] = lambda unit, chunk: False  # whether a chunk's update will take it from memory, and nobody else
         self.guard: Callable[[Record, str, bool], None] = lambda record, doing, whole: None  # raises where an update must not see a change
         self._awaited: dict[int, set[int]] = {}
         self._first_chunk = [0]
@@ -177,13 +179,14 @@ class Gradients:
         entry = self._entries[record.number]
         self._settle(entry)
         entry.generation += 1
-        entry.scale = scale
+        entry.scale, entry.spent = scale, False
         entry.epoch, entry.task = self._epoch, torch._C._current_graph_task_id()
         self._send(record, value.contiguous(), lambda there: self._store(record, there, accumulate=False))
         return GradientSource(record, self, entry.generation)
 
     def sum_up(self, record: Record, contribution: Contribution) -> None:
         """Adds a later micro-batch's gradient: in fp32, whatever was declared."""
+        self._check_kept(record)
         if self.dtype != torch.float32:
             self.before_sums()
         self.accumulate(record, contribution)
@@ -221,9 +224,17 @@ class Gradients:
 
     # Access
 
+    def _check_kept(self, record: Record) -> None:
+        if self._entries[record.number].spent:
+            raise OffloadError(
+                f"the gradient of {record.name} went into its update during the backward and was not kept (start_early(keep_gradients=False)): "
+                "read none after a backward, and call zero_grad() after step(); or keep them"
+            )
+
     def read(self, record: Record) -> torch.Tensor:
         """The gradient, flat, in the dtype at rest (fp32 where it is scaled)."""
         self._check()
+        self._check_kept(record)
         entry = self._entries[record.number]
         self._settle(entry)
         if entry.zeroed:
@@ -260,6 +271,7 @@ class Gradients:
         entry = self._entries[record.number]
         self._settle(entry)
         stored, entry.scale = self._fitted(value.detach().to("cpu").contiguous())
+        entry.spent = False
         self._put(record, stored)
 
     def _fitted(self, value: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -277,7 +289,7 @@ class Gradients:
         self.guard(record, "zeroing the gradient", True)
         entry = self._entries[record.number]
         self._settle(entry)
-        entry.scale, entry.zeroed = 1.0, True
+        entry.scale, entry.zeroed, entry.spent = 1.0, True, False
         self._resident.forget_sums(record)
         record.sums.zero_()
 
@@ -308,7 +320,7 @@ class Gradients:
         return total
 
     def flush(self) -> None:
-        """Every landing is done and every chunk on NVMe is written; all staging buffers are free."""
+        """Every landing is done and every chunk on NVMe is written; all staging buffers are free that no update was lent."""
         self.settle()
         for record in self.records:
             if self._entries[record.number].zeroed:
@@ -418,21 +430,57 @@ class Gradients:
         awaited.add(record.number)
         if len(awaited) == len(unit.layout.trained.chunks[chunk].slices):
             del self._awaited[key]
-            self._cache.finish(key)
+            if not self.takes(record.unit, chunk):
+                self._cache.finish(key)
 
 
-def at_rest(gradients: Gradients, records: Sequence[Record]) -> bool:
-    """Whether what came has landed, and has been written where it rests on NVMe. Never waits; raises what went wrong."""
+def check_sums(gradients: Gradients) -> None:
+    """OffloadError if this backward would add to a gradient that went into its update and was not kept."""
+    for record in gradients.records:
+        if gradients._entries[record.number].spent and gradients.earlier(record):
+            gradients._check_kept(record)
+
+
+def landed(gradients: Gradients, records: Sequence[Record]) -> bool:
+    """Whether what came has landed. Never waits; raises what went wrong."""
     entries = [gradients._entries[r.number] for r in records]
     if any(e.zeroed or not all(t.done for t in e.landing) for e in entries):
         return False
     for entry in entries:
         gradients._settle(entry)
-    if gradients._cache is None:
+    return True
+
+
+Start = Callable[[int, Mapping[int, int]], Mapping[int, Transfer]]
+
+
+def give(gradients: Gradients, unit: int, at_once: Callable[[int, int], bool], start: Start, keep: bool) -> bool:
+    """Starts the updates of a unit whose gradients have landed; False, and nothing done, where one could read its gradient neither from
+    NVMe nor, `at_once`, from a staging buffer. Never waits. Unless they are to `keep`, gradients taken from a buffer are not written.
+
+    `start(unit, lent)`: `lent` has by chunk the address of the gradient, where the update is to take it from; gives what reads there, by chunk.
+    """
+    cache, shards = gradients._cache, gradients.units[unit].gradients
+    if cache is None:
+        start(unit, {})
         return True
     if not gradients._lock.acquire(blocking=False):  # something lands, which may wait for a drive
         return False
     try:
-        return all(gradients._cache.written(gradients._first_chunk[r.unit] + chunk) for r in records for chunk, _ in r.slices)
+        first, ready, lent = gradients._first_chunk[unit], True, dict[int, int]()
+        for chunk, shard in enumerate(shards):
+            frame = cache.frame(first + chunk) if shard.memory is None else None
+            if frame is not None and at_once(unit, chunk):
+                lent[chunk] = frame.data_ptr()
+            elif frame is not None and not cache.written(first + chunk):
+                cache.finish(first + chunk)
+                ready = False
+        if not ready:
+            return False
+        for chunk, reader in start(unit, lent).items():
+            cache.lend(first + chunk, reader, keep=keep)
+        for record in gradients.units[unit].records if not keep else ():
+            gradients._entries[record.number].spent |= any(chunk in lent for chunk, _ in record.slices)
+        return True
     finally:
         gradients._lock.release()

@@ -12,7 +12,7 @@ import bisect
 import logging
 import os
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -39,6 +39,8 @@ class Slot:
     unit: int | None = None
     arriving: Transfer | None = None
     used: int = 0
+    flats: list[torch.Tensor] = field(default_factory=list)  # the unit's, as views of the memory
+    views: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # all that were made
 
 
 @dataclass
@@ -85,6 +87,7 @@ class Slots:
         self.closed = self._said_late = False
         self._fixed = {u.number: self._in_place(u) for u in units if self._rests_in_reach(u)}
         self._fixed_at = {flat.untyped_storage().data_ptr(): (u, f) for u, flats in self._fixed.items() for f, flat in enumerate(flats)}
+        self._bytes = [slot_starts(u.layout, DTYPE_NAMES[compute]) for u in units]
         self._starts = [_starts(u, self) for u in units]
 
     def _rests_in_reach(self, unit: Unit) -> bool:
@@ -113,6 +116,14 @@ class Slots:
             views.append(memory[at : at + flat.numel * dtype.itemsize].view(dtype))
         return views
 
+    def _views(self, slot: Slot, unit: Unit) -> list[torch.Tensor]:
+        """Made once for units that are laid out alike, which share their flats."""
+        key = id(unit.layout.flats)
+        if key not in slot.views:
+            with torch.inference_mode(False):  # the next user of the slot may be training
+                slot.views[key] = self.slot_views(unit, slot.memory)
+        return slot.views[key]
+
     def slot_bytes(self, unit: Unit) -> int:
         return self._flat_starts(unit.number)[-1]
 
@@ -137,7 +148,7 @@ class Slots:
         if slot.arriving is not None:
             self._background.wait_unit(number)
             self._arrive(slot)
-        return self.slot_views(self.units[number], slot.memory)
+        return slot.flats
 
     def _arrive(self, slot: Slot) -> None:
         """What was being fetched is there; if that failed, the slot is empty."""
@@ -175,7 +186,7 @@ class Slots:
 
     def _flat_starts(self, unit: int) -> tuple[int, ...]:
         """The byte in a slot at which each flat of a unit starts, and last where they end."""
-        return slot_starts(self.units[unit].layout, DTYPE_NAMES[self.compute])
+        return self._bytes[unit]
 
     def prefetch(self, number: int, nearer: Collection[int] = ()) -> bool:
         """Starts fetching a unit if a slot can be had that is not in use nor holds one of the `nearer` units; whether it is on its way or there."""
@@ -254,7 +265,7 @@ class Slots:
             self._arrive(slot)
         if slot.unit is not None:
             self.where.pop(slot.unit, None)
-            slot.unit = None
+            slot.unit, slot.flats = None, []
 
     def _fill(self, slot: Slot, number: int) -> Slot:
         self._empty(slot)
@@ -263,11 +274,10 @@ class Slots:
         slot.unit, slot.used = number, self._clock
         self.where[number] = slot
         self.counters.fetches += 1
-        with torch.inference_mode(False):  # the next user of the slot may be training
-            views = self.slot_views(unit, slot.memory)
+        slot.flats = self._views(slot, unit)
         copies = [
             Copy(view, shard, 0, DTYPES[flat.dtype])
-            for view, shard, flat in zip(views, unit.parameters, unit.layout.flats, strict=True)
+            for view, shard, flat in zip(slot.flats, unit.parameters, unit.layout.flats, strict=True)
             if flat.numel
         ]
         slot.arriving = self.device.fetch(copies, self.frames, lambda: self._background.wait_unit(number, tell=False), unit.name)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from types import FrameType
@@ -111,14 +111,14 @@ class Streamer:
         slots: Slots,
         gradients: Gradients,
         activations: Activations,
-        recompute: bool,
+        recomputed: Collection[int],
         ready: Callable[[int], None],
     ) -> None:
         self.model, self.units, self.slots, self.gradients = model, units, slots, gradients
         self.order = AccessOrder(len(units))
         self.entries = _entries(units, records)
         self.owners = [sorted({e.record.unit for e in entries}) for entries in self.entries]
-        self.activations, self.recompute = activations, recompute
+        self.activations, self.recomputed = activations, recomputed
         compute = slots.device.compute  # a checkpoint keeps the random state of the devices of its arguments, which may all have left
         self._anchor = None if compute.type == "cpu" else torch.empty(1, device=compute)
         self.before_backward: Callable[[], None] = lambda: None
@@ -190,7 +190,7 @@ class Streamer:
         self._calls.append(call)
         self._visited(("forward", number))
         if torch.is_grad_enabled():
-            if self.recompute and self.units[number].repeated:
+            if number in self.recomputed:
                 call.checkpoint = self._checkpoint(module, number, args, kwargs)
                 next(call.checkpoint)
             call.within_checkpoint = call.checkpoint is None and _autograd._top_saved_tensors_default_hooks(False) is not None

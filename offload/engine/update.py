@@ -37,12 +37,12 @@ class Updates:
     """The jobs of every chunk, built once; a step picks those with gradients and gives each parameter its hyperparameters.
 
     `frames`: buffers of `frame_bytes` for chunks that rest on NVMe. `lazy`: what rests in memory is updated when somebody waits. Units in `resident`
-    are updated on the device, and have no jobs here.
+    are updated on the device, and have no jobs here. `lent`: further memory from which gradients may be taken.
     """
 
     def __init__(
         self, units: list[Unit], records: list[Record], form: StateForm, grad: torch.dtype, frames: list[torch.Tensor], frame_bytes: int, seed: int,
-        lazy: bool, resident: Container[int] = (),
+        lazy: bool, resident: Container[int] = (), lent: Sequence[torch.Tensor] = (),
     ) -> None:  # fmt: skip
         self._form, self._compute, self._grad = form, DTYPES[form.compute], grad
         self._blank = _blank(records, seed)
@@ -50,7 +50,7 @@ class Updates:
         units = [u for u in units if u.number not in resident]
         resting = [s.memory for u in units for s in (*u.parameters, *u.gradients, *u.states) if s.memory is not None]
         # Updates may run on after a model is dropped, so the pipeline holds what they touch.
-        self.pipeline = _core.Pipeline([f.data_ptr() for f in frames], frame_bytes, 0, 0, [*frames, *resting], lazy)
+        self.pipeline = _core.Pipeline([f.data_ptr() for f in frames], frame_bytes, 0, 0, [*frames, *lent, *resting], lazy)
         self.moves = any(s.memory is None for u in units for s in u.states)  # reading ahead is of use
         self._jobs: list[_Job] = []
         self._order: tuple[int, ...] = ()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from offload import _core
+
 _UNLIMITED = 1 << 60
 
 
@@ -75,13 +77,12 @@ def host_limits() -> HostLimits:
     return HostLimits(memory.total, cgroup_memory_limit(), memory.available, locked)
 
 
-_PAGE = resource.getpagesize()
-
-
 def resident_bytes() -> int:
-    """Resident memory of this process now."""
-    with open("/proc/self/statm", "rb") as statm:
-        return int(statm.read().split()[1]) * _PAGE
+    """Resident memory of this process now. OSError where the kernel does not say."""
+    nbytes = _core.resident_bytes()  # units ask at each visit: it takes a microsecond
+    if not nbytes:
+        raise OSError("/proc/self/statm cannot be read, which budgets of memory are kept by")
+    return nbytes
 
 
 def resident_bytes_max() -> int:

@@ -63,6 +63,7 @@ class Runtime:
             "placement": e.plan.describe(),
             "activations": e.plan.activations,
             "activation_bytes": e.plan.activation_bytes,
+            "recomputed_units": len(e.plan.recomputed),
             "fetches": e.slots.counters.fetches,
             "prefetch_misses": e.slots.counters.misses + e.activations.counters.misses,
             "skipped": e.skipped,
@@ -130,9 +131,13 @@ class Runtime:
                 return self._engine.streamer.lease(unit.number)
         raise ConfigError(f"this {type(module).__name__} is in no unit of the prepared model")
 
-    def start_early(self, units: int) -> None:
-        """With updates="backward": of how many units, those whose gradients come first, updates start during it; all unless this says less."""
-        self._engine.early.units_most = units
+    def start_early(self, units: int, *, keep_gradients: bool = True) -> None:
+        """With updates="backward": of how many units, those whose gradients come first, updates start during it; all unless this says less.
+
+        Without `keep_gradients`, a gradient that is to rest on NVMe and that its update takes at once is never written there: nobody can read it
+        after the backward, nor add to it after step().
+        """
+        self._engine.early.units_most, self._engine.early.keep_gradients = units, keep_gradients
 
     def digest(self) -> str:
         """A hash of all parameters, moments and steps, by name: the same wherever they rest."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from offload.config import Activations
 from offload.errors import ConfigError
-from offload.planner.demand import Batch, is_table
+from offload.planner.demand import Batch, again, is_table
 from offload.planner.layout import DTYPE_BYTES, PAGE, UnitSpec, round_up
 
 AWAY = ("host", "nvme")  # treatments under which boundaries leave the device
@@ -71,13 +71,14 @@ def width(unit: UnitSpec) -> int:
     return projections[0].inner if projections[0].inner in common else max(common)
 
 
-def boundaries(units: Sequence[UnitSpec], batch: Batch | None, compute: str, mode: str) -> Boundaries:
-    """What leaves the device for a batch; without one, where to alone."""
+def boundaries(units: Sequence[UnitSpec], batch: Batch | None, compute: str, mode: str, kept: int = 0) -> Boundaries:
+    """What leaves the device for a batch, of units that are computed again; without one, where to alone."""
     if mode not in AWAY:
         return STAY
     if batch is None:
         return Boundaries(mode)
-    sizes = tuple(round_up(DTYPE_BYTES[compute] * batch.total * width(u), PAGE) if u.repeated else 0 for u in units)
+    leaves = set(again(units, mode, kept))
+    sizes = tuple(round_up(DTYPE_BYTES[compute] * batch.total * width(u), PAGE) if n in leaves else 0 for n, u in enumerate(units))
     if mode == "host" or not any(sizes):
         return Boundaries(mode, sizes)
     return Boundaries(mode, sizes, STAGING_BUFFERS, min(STAGING_MOST, max(sizes)))

@@ -9,11 +9,12 @@ write / W and (read + write) / X.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from offload.planner.layout import DTYPE_BYTES
 from offload.planner.placement import Plan, chunks_of
-from offload.planner.schedule import Speeds
+from offload.planner.schedule import Place, Speeds
 
 
 @dataclass(frozen=True)
@@ -100,12 +101,13 @@ def speeds(traffic: Traffic, rates: Rates) -> Speeds:
     return Speeds(rates.h2d or math.inf, rates.d2h or math.inf, read, write, rates.updates)
 
 
-def traffic_of(plan: Plan, *, direct: bool, accumulate: int = 1) -> Traffic:
+def traffic_of(plan: Plan, *, direct: bool, accumulate: int = 1, taken: Collection[Place] = ()) -> Traffic:
     """What a plan moves in a step of `accumulate` micro-batches: a unit's parameters are fetched for each forward and each backward, gradients
     go once for each micro-batch and come back for the sum and for the update, state comes and goes once.
 
     Boundary activations that leave the device go and come back once for each micro-batch.
-    `direct`: the device computes from host memory, so that nothing goes over a link to it.
+    `direct`: the device computes from host memory, so that nothing goes over a link to it. `taken`: chunks (schedule.taken) whose gradients' last
+    sum is neither written to nvme nor read.
     """
     away = accumulate * plan.boundaries.nbytes
     read = write = away if plan.boundaries.tier == "nvme" else 0
@@ -127,8 +129,9 @@ def traffic_of(plan: Plan, *, direct: bool, accumulate: int = 1) -> Traffic:
             if not direct and plan.gradient[u][i] != "device":
                 d2h += accumulate * gradient
             if plan.gradient[u][i] == "nvme":
-                write += accumulate * gradient
-                read += accumulate * gradient  # for the next sum, and at last for the update
+                times = accumulate - ((u, i) in taken)
+                write += times * gradient
+                read += times * gradient  # for the next sum, and at last for the update
             if plan.state[u][i] == "nvme":
                 read += plan.form.record_bytes(chunk.numel)
                 write += plan.form.record_bytes(chunk.numel)

@@ -65,16 +65,24 @@ def boundary_bytes(unit: UnitSpec, tokens: int, compute_bytes: int) -> int:
     return compute_bytes * tokens * max((p.inner for p in unit.parameters), default=0)
 
 
-def activation_bytes(units: Sequence[UnitSpec], batch: Batch | None, compute: str, mode: str) -> int:
+def again(units: Sequence[UnitSpec], mode: str, kept: int = 0) -> list[int]:
+    """The units that are computed again in backward, by number: repeated ones, but for the last `kept` of them."""
+    repeated = [number for number, unit in enumerate(units) if unit.repeated]
+    return [] if mode == "keep" else repeated[: max(0, len(repeated) - kept)]
+
+
+def activation_bytes(units: Sequence[UnitSpec], batch: Batch | None, compute: str, mode: str, kept: int = 0) -> int:
+    """Of a micro-batch at their most: while a unit is computed again, boundaries of others are there, and all of what the last `kept` units keep."""
     if batch is None:
         return 0
     size, t = DTYPE_BYTES[compute], batch.total
     if mode == "keep":
         return sum(kept_bytes(u, t, size) for u in units)
-    repeated = [u for u in units if u.repeated]
-    rest = sum(kept_bytes(u, t, size) for u in units if not u.repeated)
-    there = sorted((boundary_bytes(u, t, size) for u in repeated), reverse=True)[: IN_TRANSIT if mode in ("host", "nvme") else None]
-    return rest + sum(there) + max((kept_bytes(u, t, size) for u in repeated), default=0) * 3 // 2
+    computed_again = again(units, mode, kept)
+    whole = set(range(len(units))).difference(computed_again)
+    there = sorted((boundary_bytes(units[n], t, size) for n in computed_again), reverse=True)[: IN_TRANSIT if mode in ("host", "nvme") else None]
+    largest = max((kept_bytes(u, t, size) for u in units if u.repeated), default=0) * 3 // 2
+    return sum(kept_bytes(units[n], t, size) for n in whole) + sum(there) + largest
 
 
 def largest_kept(units: Sequence[UnitSpec], batch: Batch | None, compute: str) -> int:
@@ -112,9 +120,10 @@ def budget_for(nbytes: int) -> int:
     return min(nbytes + SLACK_MOST, -(-nbytes * SLACK_SHARE // (SLACK_SHARE - 1)))
 
 
-def working(units: Sequence[UnitSpec], batch: Batch | None, compute: str, grad: str, mode: str, device_budget: int) -> Working:
+def working(units: Sequence[UnitSpec], batch: Batch | None, compute: str, grad: str, mode: str, device_budget: int, kept: int = 0) -> Working:
     gradients, in_flight = gradient_bytes(units, compute, grad)
-    return Working(activation_bytes(units, batch, compute, mode), logits_bytes(units, batch), gradients, slack_bytes(device_budget), in_flight)
+    activations = activation_bytes(units, batch, compute, mode, kept)
+    return Working(activations, logits_bytes(units, batch), gradients, slack_bytes(device_budget), in_flight)
 
 
 def bound_at_once(units: Sequence[UnitSpec]) -> int:

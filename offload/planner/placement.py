@@ -12,6 +12,11 @@ ampler where they are equal. A plan depends on the nvme budget only in whether w
 Where the host cannot work on device memory nor the device on the host's (`rests` and not `direct`), what rests on the device is updated there. So
 a unit rests there with its parameters, gradients and state or with nothing: small units first, of equal ones those that a forward uses first, since a
 backward needs them last and the next forward would wait for their updates. All other units are placed as said above, on host and nvme.
+
+[Note: kept units]
+Where the treatment is the planner's to choose and not everything can be kept, what the device has left keeps the activations of as many units as fit,
+the last ones: a backward needs them first, so they live shortest, and every other unit is computed again. To keep more of them takes room from
+state; whether that pays depends on links' speeds, so it is for those who know them to ask for (`keeping`).
 """
 
 from __future__ import annotations
@@ -77,6 +82,8 @@ class Plan:
     resting: dict[str, int]
     budgets: dict[str, int]
     boundaries: Boundaries = STAY
+    kept: int = 0  # of the repeated units, how many, the last ones, keep their activations though others do not
+    request: _Request | None = None
 
     @property
     def compute(self) -> str:
@@ -94,10 +101,10 @@ class Plan:
     def staging(self) -> Staging:
         return share_out(self.frames, self.frame_bytes, self.layouts)
 
-    @property
-    def recomputes(self) -> bool:
-        """Whether repeated units are computed again in backward."""
-        return self.activations != "keep"
+    @cached_property
+    def recomputed(self) -> frozenset[int]:
+        """The units that are computed again in backward."""
+        return frozenset(demand.again([u.spec for u in self.layouts], self.activations, self.kept))
 
     @property
     def surge_bytes(self) -> int | None:
@@ -147,9 +154,23 @@ class Plan:
             over = {tier: made.peak_bytes[tier] - self.budgets[tier] for tier in TIERS}
             tier = max(over, key=lambda t: over[t])
             if over[tier] <= 0:
-                return made
+                return made.with_kept_units()
             shorts.append((over[tier], tier, made))
         raise PlanError(_explain_batch(*min(shorts, key=lambda short: short[0])))
+
+    def with_kept_units(self) -> Plan:
+        """This plan with as many units kept as fit in what the device has left; see [Note: kept units]."""
+        if self.asked != "auto" or self.batch is None or self.activations == "keep":
+            return self
+        specs, made = [u.spec for u in self.layouts], self
+        for kept in range(self.kept + 1, self.kept + len(self.recomputed)):
+            work = replace(self.working, activations=demand.activation_bytes(specs, self.batch, self.compute, self.activations, kept))
+            away = boundaries(specs, self.batch, self.compute, self.activations, kept)
+            more = replace(self, kept=kept, working=work, boundaries=away)
+            if more.peak_bytes["device"] > self.budgets["device"]:
+                break
+            made = more
+        return made
 
     def describe(self) -> dict[str, dict[str, int]]:
         """Bytes of each role on each tier."""
@@ -213,6 +234,7 @@ class _Request:
     place: dict[str, str]
     activations: str
     batch: demand.Batch | None
+    kept: int = 0  # at the least, where not all are
 
     @property
     def compute(self) -> str:
@@ -324,9 +346,9 @@ class _Search:
         """Tries every way for one treatment of activations; one that cannot leave less on nvme than the best so far is left out."""
         request = self._request
         device = request.capacities.device
-        work = demand.working(request.units, request.batch, request.compute, request.grad, mode, device)
+        work = demand.working(request.units, request.batch, request.compute, request.grad, mode, device, request.kept)
         resting_most = max(0, device - work.total) // request.share if request.capacities.rests else 0
-        self._boundaries = away = boundaries(request.units, request.batch, request.compute, mode)
+        self._boundaries = away = boundaries(request.units, request.batch, request.compute, mode, request.kept)
         host = request.capacities.host - away.by_tier["host"]
         if away.nbytes and work.total > device:
             self.refusals.append(_Refusal("device", demand.budget_for(work.total - work.slack), work, ()))
@@ -406,25 +428,38 @@ def plan_units(
 ) -> Plan:
     """The plan for these units under these budgets; PlanError says which tier is short, of what, by how much, and three ways out."""
     grad = "fp32" if accumulate > 1 else precision.grad
-    request = _Request(tuple(units), capacities, StateForm.of(precision), grad, check_place(place, capacities), activations, batch)
+    return _plan(_Request(tuple(units), capacities, StateForm.of(precision), grad, check_place(place, capacities), activations, batch))
+
+
+def keeping(plan: Plan, kept: int) -> Plan:
+    """What would go where if at least the last `kept` repeated units kept their activations (as many as there are: all); as `plan_units` does."""
+    assert plan.request is not None
+    if kept >= sum(u.repeated for u in plan.request.units):
+        return _plan(replace(plan.request, activations="keep"))
+    return _plan(replace(plan.request, kept=kept))
+
+
+def _plan(request: _Request) -> Plan:
+    capacities, activations, batch = request.capacities, request.activations, request.batch
     search = _Search(request)
     for mode in modes(activations, capacities.nvme):
-        if search.best is None or mode not in AWAY:
+        if (search.best is None or mode not in AWAY) and not (request.kept and mode == "keep"):
             search.run(mode)
     if search.best is None:
         have = capacities.by_tier
         raise PlanError(_explain(request, min(search.refusals, key=lambda r: r.need - have[r.tier])))
     staging, mode, work, filled = search.best
     plan = Plan(
-        layouts=search.cut(staging.chunk)[0], form=request.form, grad=grad, parameter=filled.parameter,
+        layouts=search.cut(staging.chunk)[0], form=request.form, grad=request.grad, parameter=filled.parameter,
         gradient=_expanded(filled.gradient), state=_expanded(filled.state), slots=filled.slots, frames=staging.frames,
         frame_bytes=staging.frame_bytes, activations=mode, asked=activations, batch=batch, working=work, resting=filled.taken,
-        budgets=capacities.by_tier, boundaries=boundaries(units, batch, request.compute, mode),
+        budgets=capacities.by_tier, boundaries=boundaries(request.units, batch, request.compute, mode, request.kept), kept=request.kept,
+        request=request,
     )  # fmt: skip
     unplaced = _unplaced(plan, capacities)
     if unplaced:
         raise PlanError(_explain(request, _Refusal("nvme", capacities.nvme + unplaced, work, filled.slots)))
-    return _with_flight(plan, capacities)
+    return _with_flight(plan, capacities).with_kept_units()
 
 
 def _expanded(runs: Sequence[Runs]) -> tuple[tuple[str, ...], ...]:

@@ -4,7 +4,8 @@
 Updates come in the order in which a forward uses parameters: `update_order`. From the start of a backward on, what the first of them need of NVMe,
 gradients aside, is read, as many as there are buffers: `read_early`. step() waits for every gradient, as the norm needs them all. With `early` units
 those whose gradients come first are updated before all others, each as soon as its gradients are at rest and its backward is over; what others
-need is then read as buffers come free, without waiting for step(). A unit's forward
+need is then read as buffers come free, without waiting for step(). Of these, updates that had a buffer from the start take their gradients from where
+they landed (`taken`): they are never written. A unit's forward
 waits for its own updates; its gradients wait for the updates that read the last ones; a read waits for the write-back of the chunk that had the
 buffer before.
 """
@@ -118,6 +119,14 @@ def _needs_buffer(plan: Plan, place: Place) -> bool:
     return "nvme" in (plan.state[unit][chunk], plan.gradient[unit][chunk], plan.parameter[unit])
 
 
+def taken(plan: Plan, forward: Sequence[int], early: int) -> frozenset[Place]:
+    """Chunks whose gradients would rest on nvme but are taken by their updates, `early` units', from the staging where they landed: of each
+    unit as many as that holds."""
+    order = unit_order(forward, early)
+    ahead, left = read_early(update_order([len(chunks_of(u)) for u in plan.layouts], order), plan), max(1, plan.staging.parts - 1)
+    return frozenset((u, c) for u, c in ahead if u in order[:early] and c < left and plan.gradient[u][c] == "nvme")
+
+
 class _Builder:
     """Adds the tasks of several steps to a timeline."""
 
@@ -130,6 +139,7 @@ class _Builder:
         self.updates = update_order([len(chunks_of(u)) for u in plan.layouts], order)
         self.early = set(read_early(self.updates, plan))
         self.first = set(order[:early])  # units
+        self.taken = taken(plan, forward, early)
         self._held: dict[Place, tuple[int, int]] = {}  # the read of a chunk that has a buffer, and its place in _writes
         self._updated: dict[Place, tuple[int, int]] = {}  # the last update of a chunk, and the last write of its state
         self._writes: list[int] = []  # of chunks that took a buffer, in the order in which they did
@@ -221,7 +231,7 @@ class _Builder:
             if plan.gradient[unit][c] == "device" and not self.direct:
                 lane, seconds = "device", 0.0
             landed = self.task("gradient", unit, c, lane, seconds, after)
-            if plan.gradient[unit][c] == "nvme":
+            if plan.gradient[unit][c] == "nvme" and (unit, c) not in self.taken:
                 landed = self.task("gradient", unit, c, "nvme_write", nbytes / self.speeds.nvme_write, [landed], plan.staging.part_bytes)
             self._landed.append(landed)
         return self._landed[first:]
@@ -259,7 +269,7 @@ class _Builder:
                 self._read(place, readable, early)
             read, slot = self._held.pop(place)
             after.append(read)
-            if plan.gradient[unit][c] == "nvme":
+            if plan.gradient[unit][c] == "nvme" and place not in self.taken:
                 nbytes = gradient_chunk_bytes(self._chunk(place), plan.grad)
                 after.append(self.task("read", unit, c, "nvme_read", nbytes / self.speeds.nvme_read, list(after), early=early))
         lane, seconds = "compute" if self.direct else "update", self._chunk(place).numel / self.speeds.update

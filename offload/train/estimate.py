@@ -11,6 +11,7 @@ import os
 import shutil
 import statistics
 import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ from offload import _core
 from offload.config import Precision, RunConfig, Tiers
 from offload.engine.build import discover
 from offload.engine.record import DTYPES
+from offload.errors import PlanError
 from offload.observe import adam, measure, profile
 from offload.observe.compute import calls_of, compute_seconds, timed
 from offload.planner import cost
 from offload.planner.cost import Compute, Rates, Traffic
-from offload.planner.placement import Plan
-from offload.planner.schedule import Speeds, Work, choose_early, schedule
+from offload.planner.placement import Plan, keeping
+from offload.planner.schedule import LEAST_GAIN, TRIED, Speeds, Work, choose_early, schedule, taken
 from offload.train import loss, model
 
 MIB = 1 << 20
@@ -45,15 +47,15 @@ class Estimate:
     order: tuple[int, ...]
     rates: Rates
 
-    def bound(self, traffic: Traffic, *, recompute: bool, accumulate: int) -> dict[str, Any]:
-        """`bound_step_seconds` and `limiting_link` of a step that moves `traffic`."""
-        compute = sum(self.units, Compute(0.0, 0.0)).of_step(recompute, accumulate)
+    def bound(self, traffic: Traffic, *, recomputed: Collection[int], accumulate: int) -> dict[str, Any]:
+        """`bound_step_seconds` and `limiting_link` of a step that moves `traffic` and computes these units again."""
+        compute = sum(self._compute(recomputed, accumulate), Compute(0.0, 0.0))
         seconds, link = cost.bound(compute, traffic, self.rates)
         return {"bound_step_seconds": seconds, "limiting_link": link}
 
     def predicted(self, plan: Plan, *, direct: bool, accumulate: int, early: int = 0) -> float:
         """Seconds of a step by the schedule that the runtime keeps, `early` units updated during the backward."""
-        speeds, work = self._speeds_and_work(plan, direct, accumulate)
+        speeds, work = self._speeds_and_work(plan, direct, accumulate, early)
         return schedule(plan, self.order, speeds, work, direct, early).seconds
 
     def early(self, plan: Plan, *, direct: bool, accumulate: int) -> int:
@@ -61,9 +63,31 @@ class Estimate:
         speeds, work = self._speeds_and_work(plan, direct, accumulate)
         return choose_early(plan, self.order, speeds, work, direct)
 
-    def _speeds_and_work(self, plan: Plan, direct: bool, accumulate: int) -> tuple[Speeds, list[Work]]:
-        compute = [unit.of_step(plan.recomputes, accumulate) for unit in self.units]
-        traffic = cost.traffic_of(plan, direct=direct, accumulate=accumulate)
+    def fastest(self, planned: Plan, *, direct: bool, accumulate: int, early: bool) -> Plan:
+        """Of plans that keep more and more units' activations, the first that takes no longer than any; see [Note: kept units] in the planner.
+
+        `early`: updates may run during the backward. A plan whose activations were not for the planner to choose stays as it is.
+        """
+        if planned.asked != "auto" or not planned.recomputed:
+            return planned
+        repeated = planned.kept + len(planned.recomputed)
+        seconds: list[tuple[Plan, float]] = []
+        for kept in sorted({planned.kept, *(n for i in range(1, TRIED + 1) if (n := repeated * i // TRIED) > planned.kept)}):
+            try:
+                plan = keeping(planned, kept) if kept > planned.kept else planned
+            except PlanError:
+                break
+            units = self.early(plan, direct=direct, accumulate=accumulate) if early else 0
+            seconds.append((plan, self.predicted(plan, direct=direct, accumulate=accumulate, early=units)))
+        least = min(s for _, s in seconds)
+        return next(plan for plan, s in seconds if s <= (1 + LEAST_GAIN) * least)
+
+    def _compute(self, recomputed: Collection[int], accumulate: int) -> list[Compute]:
+        return [unit.of_step(number in recomputed, accumulate) for number, unit in enumerate(self.units)]
+
+    def _speeds_and_work(self, plan: Plan, direct: bool, accumulate: int, early: int = 0) -> tuple[Speeds, list[Work]]:
+        compute = self._compute(plan.recomputed, accumulate)
+        traffic = cost.traffic_of(plan, direct=direct, accumulate=accumulate, taken=taken(plan, self.order, early))
         return cost.speeds(traffic, self.rates), [Work(unit.forward, unit.backward) for unit in compute]
 
 

@@ -100,6 +100,9 @@ class Trainer:
 
         planned = model.plan(model_config, config, self._device, toy.in_chunks)
         self._estimate = self._measured(model_config, planned, toy.in_chunks)
+        if self._estimate is not None:
+            early = config.updates_value() == "backward"
+            planned = self._estimate.fastest(planned, direct=self._device == "cpu", accumulate=data.accumulate, early=early)
         torch.manual_seed(config.train.seed)
         self._model: Any = offload.prepare(
             model.build(model_config),
@@ -161,7 +164,7 @@ class Trainer:
             return None
         plan, direct, accumulate = self._runtime.plan, self._device == "cpu", self._config.data.accumulate
         early = self._estimate.early(plan, direct=direct, accumulate=accumulate) if self._config.updates_value() == "backward" else 0
-        self._runtime.start_early(early)
+        self._runtime.start_early(early, keep_gradients=False)
         seconds = self._estimate.predicted(plan, direct=direct, accumulate=accumulate, early=early)
         under = f", with the updates of {early} of {len(plan.layouts)} units under the backward" if early else ""
         self._reporter.note(f"a step is expected to take {seconds:.2f} s{under}")
@@ -356,7 +359,7 @@ class Trainer:
         plan = self._runtime.plan
         links = {link: moved[link] // steps for link in ("nvme_read", "nvme_write", "h2d", "d2h")}
         updated = traffic_of(plan, direct=self._device == "cpu").updated
-        return self._estimate.bound(Traffic(**links, updated=updated), recompute=plan.recomputes, accumulate=self._config.data.accumulate)
+        return self._estimate.bound(Traffic(**links, updated=updated), recomputed=plan.recomputed, accumulate=self._config.data.accumulate)
 
 
 def train(config: RunConfig, out: str, *, resume: bool = False, stopped: Callable[[], bool] = lambda: False) -> dict[str, Any]:

@@ -96,12 +96,12 @@ class SwapQueue:
         with self._changed:
             if self._closing:
                 raise RuntimeError(f"the {self.name} queue is closed")
-            self._demanded += 1  # a full queue demands its head
-            self._changed.notify_all()
             if self._full(room):
+                self._demanded += 1  # a full queue demands its head
+                self._changed.notify_all()
                 with self._waiting():
                     self._changed.wait_for(lambda: not self._full(room))
-            self._demanded -= 1
+                self._demanded -= 1
             self._jobs.append(job)
             self._pending_bytes += nbytes
             self._changed.notify_all()
