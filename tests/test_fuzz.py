@@ -110,6 +110,15 @@ def test_values(value: Any) -> None:
         decode(value, {})
 
 
+@pytest.mark.parametrize("content", ["x" * 5000, {"x\n" * 2000: 1}, {"x": {"dtype": "x\n" * 2000, "shape": [], "data_offsets": [0, 0]}}])
+def test_what_is_no_header_is_not_said_whole(ground: Ground, content: Any) -> None:
+    text, at = json.dumps(content).encode(), ground.fresh()
+    (at / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(CheckpointError, match="cannot be read as safetensors") as error:
+        offload.load_pretrained(ground.model, at)
+    assert len(str(error.value)) < 1000 and str(error.value).isprintable()
+
+
 @pytest.mark.parametrize("name", ["x" * 300, "x" * 5000, "a\0b", "..", "", "../outside/x.safetensors"])
 def test_names_in_an_index(ground: Ground, name: str) -> None:
     at = ground.fresh()
