@@ -446,9 +446,9 @@ def property_of(ground: Ground, name: str, examples: int, **over: Any) -> Callab
 
 def run(seconds: float, first: int, only: str | None) -> int:
     """Goes round until the time is over; returns how many runs of a target failed."""
-    failed, number, stop = 0, first, time.monotonic() + seconds
+    failed, number = 0, first
     with tempfile.TemporaryDirectory() as where, Ground(Path(where)) as ground:
-        names = [only] if only else list(ground.targets)
+        names, stop = [only] if only else list(ground.targets), time.monotonic() + seconds
         while time.monotonic() < stop:
             for name in names:
                 try:
