@@ -408,7 +408,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # numbers with too many digits and lists in lists in lists among them
-        raise ConfigError(f"{path} is no TOML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path} is no TOML: {named(' '.join(str(error).split()))}") from None
 
 
 def _override(tables: dict[str, Any], text: str) -> None:

@@ -41,7 +41,7 @@ from offload.checkpoint.export import saved_tensors
 from offload.checkpoint.manifest import verify
 from offload.cli import files, main
 from offload.config import RunConfig
-from offload.train.checkpoints import Checkpoints, check, fixed, position, random_state
+from offload.train.checkpoints import Checkpoints, fixed, go_on_from, position, random_state
 from offload.train.model import load_config
 from offload.train.rundir import RunDirectory
 
@@ -300,7 +300,7 @@ class Ground(contextlib.ExitStack):
             if said is None:
                 refusal(lambda: position(at, self.config))
                 refusal(lambda: self._all_of(at))
-                refusal(lambda: check(offload.load(at, self.model, self.optimizer), self.scaler, at))
+                refusal(lambda: go_on_from(offload.load(at, self.model, self.optimizer), self.scaler, at))
         if said is not None:
             assert digest(self.model) == before, said
         assert offload.load(self.where / "good", self.model, self.optimizer)["step"] == 2
@@ -446,9 +446,9 @@ def property_of(ground: Ground, name: str, examples: int, **over: Any) -> Callab
 
 def run(seconds: float, first: int, only: str | None) -> int:
     """Goes round until the time is over; returns how many runs of a target failed."""
-    failed, number, stop = 0, first, time.monotonic() + seconds
+    failed, number = 0, first
     with tempfile.TemporaryDirectory() as where, Ground(Path(where)) as ground:
-        names = [only] if only else list(ground.targets)
+        names, stop = [only] if only else list(ground.targets), time.monotonic() + seconds
         while time.monotonic() < stop:
             for name in names:
                 try:

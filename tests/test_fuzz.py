@@ -17,7 +17,7 @@ from fuzz import RUN, Ground, forge, nested, property_of
 from offload.checkpoint.codec import decode
 from offload.checkpoint.manifest import verify
 from offload.cli import main
-from offload.config import RunConfig
+from offload.config import ModelTable, RunConfig
 from offload.errors import CheckpointError, ConfigError, OffloadError
 from offload.train.checkpoints import position, random_state, set_random_state
 from offload.train.model import build, load_config
@@ -110,6 +110,15 @@ def test_values(value: Any) -> None:
         decode(value, {})
 
 
+@pytest.mark.parametrize("content", ["x" * 5000, {"x\n" * 2000: 1}, {"x": {"dtype": "x\n" * 2000, "shape": [], "data_offsets": [0, 0]}}])
+def test_what_is_no_header_is_not_said_whole(ground: Ground, content: Any) -> None:
+    text, at = json.dumps(content).encode(), ground.fresh()
+    (at / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(CheckpointError, match="cannot be read as safetensors") as error:
+        offload.load_pretrained(ground.model, at)
+    assert len(str(error.value)) < 1000 and str(error.value).isprintable()
+
+
 @pytest.mark.parametrize("name", ["x" * 300, "x" * 5000, "a\0b", "..", "", "../outside/x.safetensors"])
 def test_names_in_an_index(ground: Ground, name: str) -> None:
     at = ground.fresh()
@@ -135,6 +144,21 @@ def test_values_in_run_files(tmp_path: Path, key: str, value: str) -> None:
         RunConfig.load(tmp_path / "run.toml")
     assert len(str(error.value)) < 1000 and "\n" not in str(error.value)
     assert main(["plan", str(tmp_path / "run.toml")]) == 2
+
+
+@pytest.mark.parametrize("text", [f"[{'9' * 5000}]\n" * 2, f"[{'9' * 5000}]\n", f'"{"x" * 5000}" = 1\n' * 2])
+def test_names_in_run_files(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.toml").write_text(RUN + text)
+    with pytest.raises(ConfigError) as error:
+        RunConfig.load(tmp_path / "run.toml")
+    assert len(str(error.value)) < 1000 and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("table", [{"type": "x" * 5000}, {"type": "llama", "config": {"x" * 5000: 1}}, {"path": "x" * 5000}])
+def test_names_in_a_model_table(table: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(ModelTable(**table))
+    assert len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize("directory", ["~no-such-user/x", "\U0001f600", "\x7f\\", 'a"b', "a\nb"])

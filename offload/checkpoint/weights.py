@@ -210,7 +210,7 @@ def header(path: Path) -> dict[str, Stored]:
             header: dict[str, Any] = json.loads(file.read(length))
         return {name: _stored(name, path, 8 + length, entry) for name, entry in sorted(header.items()) if name != "__metadata__"}
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from None
+        raise CheckpointError(f"{path} cannot be read as safetensors: {named(str(error))}") from None
 
 
 def _stored(name: str, path: Path, data: int, entry: dict[str, Any]) -> Stored:

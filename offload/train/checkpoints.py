@@ -99,8 +99,8 @@ def position(checkpoint: Path, config: RunConfig) -> Mapping[str, Any]:
     return extra
 
 
-def check(extra: Mapping[str, Any], scaler: torch.amp.GradScaler, checkpoint: Path) -> None:
-    """Takes the loss scale, and tries the rest of what a run's checkpoint has beside the model. CheckpointError for what no run has saved."""
+def go_on_from(extra: Mapping[str, Any], scaler: torch.amp.GradScaler, checkpoint: Path) -> None:
+    """Gives the loss scale back, and tries the rest of what a run's checkpoint has beside the model. CheckpointError for what no run has saved."""
     try:
         if not all(isinstance(value, (int, float)) for value in extra["scaler"].values()):
             raise ValueError("the loss scale is no number")

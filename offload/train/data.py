@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, named
 
 # one kind of random choice each, so that none follows from another
 _FILES, _EPOCH, _TRAIN, _EVAL = range(4)
@@ -83,7 +83,7 @@ def find_files(patterns: Sequence[str]) -> list[str]:
         matches = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
         files = {path for path in matches if os.path.isfile(path)}
         if not files:
-            raise ConfigError(f"data.source: no file matches {pattern}")
+            raise ConfigError(f"data.source: no file matches {named(pattern)}")
         found |= {path for path in files if os.path.getsize(path)}
     if not found:
         raise ConfigError(f"data.source: no text found, all files of {', '.join(patterns)} are empty")

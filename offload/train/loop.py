@@ -23,7 +23,7 @@ from offload.observe.metrics import MetricsWriter
 from offload.planner.cost import Traffic, traffic_of
 from offload.planner.placement import Plan
 from offload.train import loss, model
-from offload.train.checkpoints import Checkpoints, check, fixed, position, random_state, set_random_state
+from offload.train.checkpoints import Checkpoints, fixed, go_on_from, position, random_state, set_random_state
 from offload.train.data import PackedSequences, RandomSequences, Source, find_files, has_tokenizer, micro_batch, split
 from offload.train.estimate import Estimate, estimate
 from offload.train.progress import Reporter
@@ -139,7 +139,7 @@ class Trainer:
         self._resumed = restore(checkpoint, self._model, self._optimizer)
         self._saved = int(self._resumed["step"])
         self._records = self._directory.records(self._saved)
-        check(self._resumed, self._scaler, checkpoint)
+        go_on_from(self._resumed, self._scaler, checkpoint)
         self._reporter.note(f"goes on from {checkpoint}")
 
     def begin(self) -> None:

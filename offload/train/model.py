@@ -14,8 +14,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import offload
-from offload.config import ModelTable, RunConfig
-from offload.errors import ConfigError
+from offload.config import ModelTable, RunConfig, shown
+from offload.errors import ConfigError, named
 from offload.planner.demand import Batch
 from offload.planner.placement import Plan
 from offload.train import loss
@@ -47,27 +47,27 @@ def load_config(table: ModelTable) -> Any:
         raise ConfigError("[model] needs transformers: pip install 'offload[hf]'") from None
     if table.path is not None:
         if not os.path.isfile(Path(table.path) / "config.json"):  # Path's own raises where a name is too long
-            raise ConfigError(f"model.path: no config.json in {table.path}; give a Hugging Face model directory")
+            raise ConfigError(f"model.path: no config.json in {named(table.path)}; give a Hugging Face model directory")
         try:
             config = AutoConfig.from_pretrained(table.path)
         except Exception as error:  # as below
-            raise ConfigError(f"model.path: {table.path} has a config.json that transformers does not take: {_line(error)}") from None
+            raise ConfigError(f"model.path: {named(table.path)} has a config.json that transformers does not take: {_line(error)}") from None
     else:
         kind = str(table.type)
         if kind not in CONFIG_MAPPING:
-            raise ConfigError(f"model.type = {kind!r}: transformers has no such type{_near(kind, CONFIG_MAPPING.keys())}")
+            raise ConfigError(f"model.type = {shown(kind)}: transformers has no such type{_near(kind, CONFIG_MAPPING.keys())}")
         known = AutoConfig.for_model(kind)
         if type(known) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ConfigError(f"model.type = {kind!r} is no causal language model in transformers")
         for key in table.config:
             if not hasattr(known, key):
-                raise ConfigError(f"model.config.{key} is no setting of {kind}{_near(key, known.to_dict())}")
+                raise ConfigError(f"model.config.{named(key)} is no setting of {kind}{_near(key, known.to_dict())}")
         try:
             config = AutoConfig.for_model(kind, **table.config)
         except Exception as error:  # configurations check themselves with errors of many kinds
             raise ConfigError(f"model.config: {_line(error)}") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(f"model.path: {config.model_type} in {table.path} is no causal language model in transformers")
+        raise ConfigError(f"model.path: {config.model_type} in {named(str(table.path))} is no causal language model in transformers")
     config.use_cache = False
     return config
 
