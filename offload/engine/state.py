@@ -13,7 +13,7 @@ import torch
 from offload import ops
 from offload.engine.background import Background
 from offload.engine.record import DTYPES, Record, Unit
-from offload.memory.shard import Shard
+from offload.memory.shard import Shard, check_process
 from offload.planner.form import GROUP, MOMENTS, Part, StateForm, scale_of
 from offload.planner.layout import round_up
 
@@ -191,7 +191,7 @@ class State:
     def pieces(self, record: Record, role: str) -> Iterator[Piece]:
         """The values of a role in order, at most a chunk at a time: fp32 ("value": the stored copy in its own dtype).
 
-        Each is read when it is called, in any thread, while nothing is updated or written.
+        Each is read when it is called, in any thread, while nothing is updated or written; what rests in memory is not copied.
         """
         self._before(record, True)
         if role == "value":
@@ -202,6 +202,10 @@ class State:
             yield partial(self._fp32, record, role, where)
 
     def _fp32(self, record: Record, role: str, where: _Stretch) -> torch.Tensor:
+        if role != "master" or self.form.master == "fp32":
+            part = self.form.part(role)
+            if part.dtype == "fp32":
+                return self._stored(record, part, where)
         out = torch.empty(where.numel, dtype=torch.float32)
         self._read(record, role, where, out)
         return out
@@ -213,10 +217,18 @@ class State:
         return [part for part in self.form.parts if part.role.startswith(MOMENTS)]
 
     def stored_pieces(self, record: Record, role: str) -> Iterator[Piece]:
-        """A part of the state as it is stored, in order, at most a chunk at a time; see `pieces`."""
+        """A part of the state as it is stored, in order, at most a chunk at a time; as `pieces`."""
         self._before(record, True)
         for where in self._stretches(record):
-            yield partial(self._read_part, record, role, where)
+            yield partial(self._stored, record, self.form.part(role), where)
+
+    def _stored(self, record: Record, part: Part, where: _Stretch) -> torch.Tensor:
+        """A part of the state as it is stored: a view of what rests in memory."""
+        shard, start = self._part(record, part.role, where)
+        if shard.memory is None:
+            return self._read_part(record, part.role, where)
+        check_process(shard.owner)
+        return shard.memory[start : start + part.nbytes(where.numel)].view(DTYPES[part.dtype])
 
     def write_stored(self, record: Record, role: str, read: Callable[[torch.Tensor], None]) -> None:
         """Stores a whole part of the state, of which `read` fills one tensor after another, as it is."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from offload.planner.layout import DTYPE_BYTES, Chunk
@@ -146,6 +147,7 @@ class _Builder:
         self._compute: list[int] = []
         self._landed: list[int] = []
         self._visits: list[int] = []  # of this step
+        self._record_bytes = cache(plan.form.record_bytes)
         self._left: dict[int, list[int]] = {}  # by unit, what ends the way out of its boundary
 
     def task(self, kind: str, unit: int, chunk: int, lane: str, seconds: float, after: list[int], staging: int = 0, early: bool = False) -> int:
@@ -166,9 +168,10 @@ class _Builder:
         for unit in reversed(self.forward):
             self._visit("backward", unit)
             landed = self._gradients(unit)
-            if unit in self.first:
+            if unit in self.first and landed:
+                over = self.timeline.add("over", 0.0, [*self._compute, *landed])  # one to wait for, as there may be hundreds of chunks
                 for c in range(len(landed)):
-                    self._update((unit, c), [*self._compute, *landed], start, True)
+                    self._update((unit, c), [over], start, True)
         end = self.task("step", -1, -1, "compute", 0.0, [*self._compute, *self._landed])
         self.steps.append(end)
         self._compute, self._landed = [end], []
@@ -251,13 +254,13 @@ class _Builder:
 
     def _read_bytes(self, place: Place) -> int:
         plan, n = self.plan, self._chunk(place).numel
-        state = plan.form.record_bytes(n) if plan.state[place[0]][place[1]] == "nvme" else 0
+        state = self._record_bytes(n) if plan.state[place[0]][place[1]] == "nvme" else 0
         value = n * DTYPE_BYTES[plan.compute] if plan.form.value_is_master and plan.parameter[place[0]] == "nvme" else 0
         return state + value
 
     def _write_bytes(self, place: Place) -> int:
         plan, n = self.plan, self._chunk(place).numel
-        state = plan.form.record_bytes(n) if plan.state[place[0]][place[1]] == "nvme" else 0
+        state = self._record_bytes(n) if plan.state[place[0]][place[1]] == "nvme" else 0
         return state + (n * DTYPE_BYTES[plan.compute] if plan.parameter[place[0]] == "nvme" else 0)
 
     def _update(self, place: Place, after: list[int], readable: list[int], early: bool) -> None:

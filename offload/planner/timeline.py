@@ -21,7 +21,7 @@ class Timeline:
     def add(self, lane: str, seconds: float, after: list[int]) -> int:
         """A task that starts when those before it have ended; gives its number. ValueError for one that is not there yet."""
         number = len(self._lanes)
-        if any(not 0 <= a < number for a in after):
+        if after and not 0 <= min(after) <= max(after) < number:
             raise ValueError(f"task {number} waits for one that was not added before it")
         self._lanes.append(lane)
         self._seconds.append(seconds)
