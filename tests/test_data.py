@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, OffloadError
 from offload.observe.metrics import MetricsWriter
 from offload.train import tokenize
 from offload.train.data import PackedSequences, RandomSequences, Span, find_files, micro_batch, split
 from offload.train.rundir import RunDirectory
 from offload.train.schedule import learning_rate
+from offload.train.tokenize import Tokenizing
 
 
 def codes(texts: list[str]) -> list[list[int]]:
@@ -143,8 +145,33 @@ def test_metrics_are_lines_in_order_and_errors_are_raised(tmp_path: Path) -> Non
     assert [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()] == list(range(500))
     writer = MetricsWriter(tmp_path / "none" / "m.jsonl")
     writer.write({"step": 0})
-    with pytest.raises(Exception, match="cannot write"):
+    with pytest.raises(OffloadError, match=r"cannot write .*none/m\.jsonl: No such file.*--resume"):
         writer.close()
+
+
+def test_metrics_that_cannot_be_written_are_told_of_until_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(KeyError), MetricsWriter("/dev/full") as writer:
+        writer.write({"step": 0})
+        for _ in range(2):
+            with pytest.raises(OffloadError, match="cannot write /dev/full: No space left on device"):
+                writer.sync()
+        with pytest.raises(OffloadError):
+            writer.write({"step": 1})
+        raise KeyError
+    assert not caplog.records  # it was told
+    with pytest.raises(KeyError), MetricsWriter("/dev/full") as writer:
+        writer.write({"step": 0})
+        raise KeyError
+    assert "cannot write /dev/full" in caplog.text
+
+
+def test_a_tokenizer_does_not_hear_ctrl_c(tmp_path: Path) -> None:
+    """It is for the run, which ends its child when it is done with it."""
+    child = Tokenizing(tmp_path, {}, 8, 0, tmp_path)
+    try:
+        assert os.getpgid(child._child.pid) != os.getpgid(0)
+    finally:
+        child.close()
 
 
 def test_a_run_directory_is_taken_once_and_replaced(tmp_path: Path) -> None:

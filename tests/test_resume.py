@@ -22,6 +22,7 @@ from offload.checkpoint.manifest import verify
 from offload.cli import main
 from offload.config import RunConfig
 from offload.errors import CheckpointError, ConfigError
+from offload.train.checkpoints import Checkpoints
 from offload.train.loop import train
 
 # Dropout draws from torch's generator; fp16 gradients need a scale, which here grows every third step.
@@ -150,6 +151,42 @@ def test_a_damaged_checkpoint_is_passed_over(calm: Path, copy: Path, capfd: pyte
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole; the newest: .*step-00000007/state.json"):
         train(config(copy), str(copy / "out"), resume=True)
     assert (copy / "out/metrics.jsonl").read_bytes() == before
+
+
+def test_a_damaged_checkpoint_does_not_count_as_kept(copy: Path) -> None:
+    checkpoints = copy / "out/checkpoints"
+    shutil.copytree(checkpoints / "step-00000006", checkpoints / "step-00000004")
+    shutil.copytree(checkpoints / "step-00000006", checkpoints / "step-00000005")
+    (checkpoints / "step-00000005/state.json").unlink()
+    kept = Checkpoints(checkpoints)
+    (checkpoints / "step-00000006/manifest.json").unlink()
+    assert kept.newest_whole(lambda _: None) == (4, checkpoints / "step-00000004")
+    shutil.rmtree(checkpoints / "step-00000006")
+    shutil.copytree(checkpoints / "step-00000004", checkpoints / "step-00000006")
+    kept.retain(2, 6, lambda _: None)
+    assert list(kept.all()) == [4, 6]
+
+
+def test_a_newer_releases_checkpoint_is_not_passed_over(copy: Path) -> None:
+    """It would be deleted with those that are damaged."""
+    manifest = copy / "out/checkpoints/step-00000006/manifest.json"
+    shutil.copytree(manifest.parent, copy / "out/checkpoints/step-00000004")
+    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 2'))
+    before = {p: p.read_bytes() for p in (copy / "out").rglob("*") if p.is_file() and p.name != ".lock"}
+    with pytest.raises(CheckpointError, match=r"step-00000006 is a checkpoint of version 2; .*update offload"):
+        train(config(copy), str(copy / "out"), resume=True)
+    assert {p: p.read_bytes() for p in (copy / "out").rglob("*") if p.is_file() and p.name != ".lock"} == before
+
+
+def test_a_checkpoint_that_lay_aside_is_put_back(calm: Path, copy: Path) -> None:
+    """A save that was killed between two renames, on a file system without exchanges."""
+    home = copy / "out/.saving/step-00000006"
+    home.mkdir(parents=True)
+    (copy / "out/checkpoints/step-00000006").rename(home / "old")
+    with pytest.raises(ConfigError, match="has checkpoints"):
+        train(config(copy), str(copy / "out"))
+    train(config(copy), str(copy / "out"), resume=True)
+    same_run(copy / "out", calm)
 
 
 def test_a_finished_run_is_left_as_it_is(calm: Path, capfd: pytest.CaptureFixture[str]) -> None:

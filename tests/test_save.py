@@ -7,7 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +60,19 @@ def test_two_saves_to_one_place(prepared: Prepared, tmp_path: Path) -> None:
     assert (tmp_path / "at").is_dir() and not (tmp_path / disk.SAVING).exists()
 
 
+@pytest.mark.parametrize("exchange", [disk.exchange, _no_exchange])
 @pytest.mark.parametrize(
     ("what", "number", "at"),
-    [*(("write", errno.ENOSPC, i) for i in (0, 1, 9)), *(("sync", errno.EIO, i) for i in range(4)), *(("rename", errno.EROFS, i) for i in range(2))],
+    [*(("write", errno.ENOSPC, i) for i in (0, 1, 9)), *(("sync", errno.EIO, i) for i in range(5)), *(("rename", errno.EROFS, i) for i in range(2))],
 )
-def test_a_drive_that_fails(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, number: int, at: int) -> None:
+def test_a_drive_that_fails(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, number: int, at: int, exchange: Callable[[Path, Path], None]
+) -> None:
+    if what == "rename" and exchange is not _no_exchange:
+        what, at = "exchange", 0
     model, optimizer = trained(prepared, 1)
     offload.save(tmp_path / "at", model, optimizer, "first")
-    monkeypatch.setattr(disk, "exchange", _no_exchange)
+    monkeypatch.setattr(disk, "exchange", exchange)
     count, real = itertools.count(), getattr(disk, what)
 
     def fail(*args: Any) -> None:
@@ -83,11 +88,79 @@ def test_a_drive_that_fails(prepared: Prepared, tmp_path: Path, monkeypatch: pyt
     assert offload.load(tmp_path / "at", model, optimizer) == "first"
 
 
+def test_a_first_save_that_fails_at_the_last(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name that could not be made to last is taken back."""
+    model, optimizer = trained(prepared, 1)
+    count, real = itertools.count(), disk.sync
+
+    def fail(descriptor: int) -> None:
+        if next(count) == 4:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor)
+
+    monkeypatch.setattr(disk, "sync", fail)
+    with pytest.raises(CheckpointError, match="cannot save to"):
+        offload.save(tmp_path / "at", model, optimizer)
+    assert next(count) > 4 and not (tmp_path / "at").exists() and not (tmp_path / disk.SAVING).exists()
+
+
+def test_the_only_one_is_never_deleted(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without exchanges, and with a drive that refuses every name from between the two renames on, it lies aside; the next save finds it."""
+    model, optimizer = trained(prepared, 1)
+    offload.save(tmp_path / "at", model, optimizer, "first")
+    monkeypatch.setattr(disk, "exchange", _no_exchange)
+    count, real = itertools.count(), os.rename
+
+    def fail(old: Path, new: Path) -> None:
+        if next(count):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        real(old, new)
+
+    monkeypatch.setattr(disk, "rename", fail)
+    aside = tmp_path / disk.SAVING / "at/old"
+    with pytest.raises(CheckpointError, match=f"cannot save to .*; what was there before is {aside}"):
+        offload.save(tmp_path / "at", model, optimizer, "second")
+    with pytest.raises(CheckpointError, match=f"no directory.*what was there before is {aside}: move it back"):
+        offload.load(tmp_path / "at", model, optimizer)
+    assert offload.load(aside, model, optimizer) == "first"
+    monkeypatch.undo()
+    monkeypatch.setattr(disk, "write", fail)
+    with pytest.raises(CheckpointError, match="as it was"):
+        offload.save(tmp_path / "at", model, optimizer, "third")
+    assert offload.load(tmp_path / "at", model, optimizer) == "first" and os.listdir(tmp_path / "at") and not (tmp_path / disk.SAVING).exists()
+
+
+def test_a_save_begun_while_another_tidies_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that the second has written is taken for what the first is to delete."""
+
+    def save(text: str) -> None:
+        with disk.replacing(tmp_path / "at", lambda p: True) as where:
+            (where / "state.json").write_text(text)
+
+    save("one")
+    real = disk.shutil.rmtree
+    tried: list[str] = []
+
+    def tidy(path: Path, *args: Any, **named: Any) -> None:
+        if not tried:
+            tried.append("")
+            with pytest.raises(CheckpointError, match="under way"):
+                save("other")
+        real(path, *args, **named)
+
+    monkeypatch.setattr(disk.shutil, "rmtree", tidy)
+    save("two")
+    assert tried and (tmp_path / "at/state.json").read_text() == "two"
+    save("three")
+    assert (tmp_path / "at/state.json").read_text() == "three" and os.listdir(tmp_path) == ["at"]
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
 from offload.checkpoint import disk
 from offload.checkpoint.manifest import Manifest, may_replace, verify
+from offload.errors import CheckpointError
 
 root, exchanges = Path(sys.argv[1]), sys.argv[2] == "exchange"
 point = 0
@@ -123,7 +196,7 @@ def text(target):
 
 if not exchanges:
     disk.exchange = refuse
-fatal, died = -1, True
+fatal, asides = -1, 0
 disk.sync = lambda descriptor: None  # a killed process loses nothing that it wrote
 real = disk.write, disk.sync, disk.rename, disk.exchange, disk.shutil.rmtree
 for fatal in range(1000):
@@ -147,8 +220,15 @@ for fatal in range(1000):
     present = {p.name: text(p) for p in base.glob("step-*")}  # whole, each
     if exchanges:
         assert present["step-2"] in (b"two", b"new"), (fatal, present)
-    elif "step-2" not in present:  # between two renames: both lie aside, whole
-        assert {text(p) for p in (base / ".saving").iterdir()} == {b"two", b"new"}, fatal
+    elif "step-2" not in present:  # between two renames: both lie aside, whole, and where is said
+        assert {text(p) for p in (base / ".saving/step-2").iterdir()} == {b"two", b"new"}, fatal
+        try:
+            verify(base / "step-2")
+        except CheckpointError as error:
+            assert str(base / ".saving/step-2/old") in str(error)
+        disk.recover(base, base / ".saving")
+        assert text(base / "step-2") == b"two"
+        asides += 1
     assert "step-1" in present or "step-3" in present, (fatal, present)
     save(base / "step-2", b"again")  # what was left is in nobody's way
     save(base / "step-3", b"again")
@@ -157,7 +237,7 @@ for fatal in range(1000):
         assert present == {"step-2": b"new", "step-3": b"three"} and not (base / ".saving").exists()
         break
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-assert "torch" not in sys.modules
+assert "torch" not in sys.modules and bool(asides) != exchanges
 print(fatal)
 """
 

@@ -7,12 +7,10 @@ import itertools
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import pytest
 import torch
 
 import offload
+from disks import small_disk
 from helpers import BF16, ids, net
 from offload import _core, ops
 from offload.config import format_size
@@ -392,30 +391,6 @@ def test_how_long_is_set(tmp_path: Path) -> None:
 
 
 # --- A full disk ------------------------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def small_disk(kind: str, where: Path) -> Iterator[Path]:
-    """A file system of 16 MiB of its own. Skips where it cannot be made."""
-    where.mkdir()
-    image = where.with_suffix(".img")
-    if kind == "tmpfs":
-        commands = [["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(where)]]
-    else:
-        with image.open("wb") as file:
-            file.truncate(16 << 20)
-        commands = [["mkfs.ext4", "-q", "-F", str(image)], ["mount", "-o", "loop", str(image), str(where)]]
-    for command in commands:
-        if shutil.which(command[0]) is None:
-            pytest.skip(f"no {command[0]} here")
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            pytest.skip(f"{' '.join(command)}: {done.stderr.strip()}")
-    try:
-        yield where
-    finally:
-        subprocess.run(["umount", "-l", str(where)], check=True)
-        image.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])

@@ -236,6 +236,9 @@ void bind_engine(py::module_& m) {
       .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
       .def("hold", [](Engine& e) { faulty(e).hold(); })
       .def("release", [](Engine& e) { faulty(e).release(); })
+      .def(
+          "fail", [](Engine& e, int read, int write) { faulty(e).fail(read, write); }, py::arg("read") = 0,
+          py::arg("write") = 0, "From here on reads and writes fail with these errnos, where not 0.")
       .def_property_readonly("lies", [](Engine& e) { return faulty(e).lies(); });
 }
 

@@ -45,4 +45,11 @@ std::string errno_text(int code) {
   return std::generic_category().message(code) + " (" + (name ? name : "errno " + std::to_string(code)) + ")";
 }
 
+std::string way_out(int code) {
+  if (code == ENOSPC || code == EDQUOT) return "free space there, give it less or use another directory";
+  if (code == EROFS || code == EACCES || code == EPERM) return "make it writable or use another directory";
+  if (code == ENOMEM) return "end other processes or give this one less memory";
+  return "check the drive (dmesg, smartctl -a) or use another directory";
+}
+
 }  // namespace offload::io

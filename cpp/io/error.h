@@ -36,5 +36,6 @@ class Unavailable : public std::runtime_error {
 
 // "No space left on device (ENOSPC)".
 std::string errno_text(int code);
+std::string way_out(int code);  // what a user can do about it
 
 }  // namespace offload::io

@@ -34,7 +34,11 @@ constexpr double kOvertakenMax = 4;
 
 }  // namespace
 
-FaultEngine::FaultEngine(EngineOptions options, Faults faults) : ThreadEngine(options, Deferred{}), faults_(faults) {
+FaultEngine::FaultEngine(EngineOptions options, Faults faults)
+    : ThreadEngine(options, Deferred{}),
+      faults_(faults),
+      read_errno_(faults.read_errno),
+      write_errno_(faults.write_errno) {
   start();
 }
 
@@ -52,6 +56,11 @@ void FaultEngine::release() {
   const std::lock_guard<std::mutex> lock(gate_mutex_);
   held_ = false;
   gate_.notify_all();
+}
+
+void FaultEngine::fail(int read_errno, int write_errno) {
+  read_errno_.store(read_errno);
+  write_errno_.store(write_errno);
 }
 
 double FaultEngine::chance(const Piece& piece, uint64_t salt) const {
@@ -97,7 +106,7 @@ int64_t FaultEngine::attempt(const Piece& piece) {
 }
 
 int64_t FaultEngine::tampered(const Piece& piece) {
-  const int code = piece.write ? faults_.write_errno : faults_.read_errno;
+  const int code = piece.write ? write_errno_.load() : read_errno_.load();
   if (code != 0 && piece.from < faults_.bad_end && piece.from + piece.left > faults_.bad_begin) return -code;
   const double interrupt = chance(piece, kInterrupt);
   if (interrupt < faults_.interrupt_rate) return interrupt < faults_.interrupt_rate / 2 ? -EINTR : -EAGAIN;

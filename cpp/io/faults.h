@@ -35,6 +35,8 @@ class FaultEngine final : public ThreadEngine {
   void hold();
   void release();
   void let_go() override { release(); }
+  // From here on attempts in the bad range fail with these, where not 0.
+  void fail(int read_errno, int write_errno);
   uint64_t lies() const { return lies_.load(); }  // writes torn and bits flipped
 
  protected:
@@ -55,6 +57,8 @@ class FaultEngine final : public ThreadEngine {
   unsigned active_ = 0;  // attempts begun and not ended, of which
   unsigned parked_ = 0;  // these wait to be overtaken
   uint64_t ended_ = 0;
+  std::atomic<int> read_errno_;
+  std::atomic<int> write_errno_;
   std::atomic<uint64_t> lies_{0};
 };
 

@@ -17,7 +17,7 @@ namespace offload::io {
 namespace {
 
 IoError failure(int code, const std::string& path, const std::string& what) {
-  return IoError(code, path, what + " " + path + ": " + errno_text(code));
+  return IoError(code, path, what + " " + path + ": " + errno_text(code) + "; " + way_out(code));
 }
 
 uint64_t next_id() {
@@ -80,11 +80,8 @@ void File::reserve(uint64_t nbytes) {
     if (::ftruncate(buffered_fd_, static_cast<off_t>(old)) != 0) code = code ? code : errno;
     std::string message =
         "cannot reserve " + std::to_string(nbytes) + " bytes for swap file " + path_ + ": " + errno_text(code);
-    if (code == ENOSPC || code == EDQUOT) {
-      if (known) message += ", " + std::to_string(free_bytes) + " bytes free";
-      message += "; free space there, give it less or use another directory";
-    }
-    throw IoError(code, path_, message);
+    if (known && (code == ENOSPC || code == EDQUOT)) message += ", " + std::to_string(free_bytes) + " bytes free";
+    throw IoError(code, path_, message + "; " + way_out(code));
   }
   size_.store(std::max(old, nbytes));
 }

@@ -112,7 +112,10 @@ Outcome advance(Piece& piece, int64_t result) {
   const File& file = piece.transfer->file();
   const uint64_t wanted = piece.offset + piece.nbytes;
   if (result == 0 && piece.bounced && piece.from >= wanted) return finished(piece, 0);
-  if (result == 0) return {Step::kFailed, 0, "the file ends at " + std::to_string(piece.from)};
+  if (result == 0) {
+    return {Step::kFailed, 0,
+            "the file ends at " + std::to_string(piece.from) + "; something cut it: use a directory of the run's own"};
+  }
   piece.barren = 0;
   const uint64_t moved = std::min(static_cast<uint64_t>(result), piece.left);
   if (moved == piece.left) return finished(piece, moved);

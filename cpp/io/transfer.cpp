@@ -46,7 +46,7 @@ void Transfer::fail(int code, const std::string& detail) {
   if (error_) return;
   std::string message = describe() + " failed: " + (code ? errno_text(code) : std::string()) +
                         (code && !detail.empty() ? ", " : "") + detail;
-  if (code == ENOSPC) message += "; free space there, give it less or use another directory";
+  if (code != 0) message += "; " + way_out(code);
   error_.emplace(code, file_->path(), message);
 }
 

@@ -9,7 +9,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from offload.errors import CheckpointError
 
 SAVING = ".saving"  # beside checkpoints: what is being written, and what is being deleted
 WINDOW = 32 << 20  # bytes whose way to the drive begins at once
+_NEW, _OLD, _GONE = "new", "old", "gone"  # see [Note: what is aside]
+_TRIES = 100
 _CWD, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 _BEGIN, _FINISH = 2, 7  # SYNC_FILE_RANGE_WRITE; with WAIT_BEFORE and WAIT_AFTER
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -123,75 +125,130 @@ def replacing(target: Path, may_replace: Callable[[Path], bool], saving: Path | 
 
     CheckpointError where another process saves to the same place, and where `target` is there and `may_replace` says no.
     """
-    where = (saving or target.parent / SAVING) / target.name
     if os.path.lexists(target) and not may_replace(target):
         raise CheckpointError(f"{target} is there and is no checkpoint, so it is not replaced; save to another directory")
-    where.mkdir(parents=True, exist_ok=True)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        _take(lock, where, target)
-        try:
-            _empty(where)
-            yield where
-            sync(lock)
-            _place(where, target)
-        except BaseException:
-            shutil.rmtree(where, ignore_errors=True)
-            raise
-    finally:
-        os.close(lock)
-        _tidy(where.parent)
-
-
-def _take(lock: int, where: Path, target: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        taken = os.path.samestat(os.fstat(lock), os.stat(where))
-    except (BlockingIOError, FileNotFoundError):
-        taken = False
-    if not taken:
-        raise CheckpointError(f"another save to {target} is under way; wait for it, or save to another directory")
-
-
-def _place(where: Path, target: Path) -> None:
-    old = where.with_name(f"{where.name}.old")
-    if os.path.lexists(target):
-        old = _swap(where, target, old)
-    else:
-        rename(where, target)
-    sync_directory(target.parent)
-    sync_directory(target.parent.parent)  # the parent may be new
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _swap(where: Path, target: Path, old: Path) -> Path:
-    """Puts a directory in the place of another; gives where that is then."""
-    try:
-        exchange(where, target)
-        return where
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
-            raise
-    shutil.rmtree(old, ignore_errors=True)
-    rename(target, old)  # a file system without exchanges: until the next line both lie aside
-    try:
-        rename(where, target)
-    except OSError:
-        rename(old, target)
-        raise
-    return old
+    make(target.parent)
+    with _held(target, saving) as home:
+        (home / _NEW).mkdir()
+        yield home / _NEW
+        sync_directory(home / _NEW)
+        _place(home, target)
 
 
 def remove(target: Path, saving: Path | None = None) -> None:
     """Deletes a directory; it is gone from its place before the first of its files is. `saving` as in `replacing`."""
-    away = (saving or target.parent / SAVING) / f"{target.name}.old"
-    away.parent.mkdir(exist_ok=True)
-    shutil.rmtree(away, ignore_errors=True)
-    rename(target, away)
-    sync_directory(target.parent)
-    shutil.rmtree(away)
-    _tidy(away.parent)
+    with _held(target, saving) as home:
+        rename(target, home / _GONE)
+        sync_directory(target.parent)
+        shutil.rmtree(home / _GONE)
+
+
+def recover(parent: Path, saving: Path) -> None:
+    """Puts back what a killed save had moved aside from `parent`. For whoever has both to itself; `replacing` does it where it comes by."""
+    for home in sorted(saving.iterdir()) if saving.is_dir() else []:
+        _put_back(home, parent / home.name)
+
+
+def aside(target: Path, saving: Path | None = None) -> Path | None:
+    """Where a save that was killed, or could not even undo what it did, has left what was at `target`, which is not there now."""
+    old = (saving or target.parent / SAVING) / target.name / _OLD
+    return old if os.path.isdir(old) and not os.path.lexists(target) else None
+
+
+def make(directory: Path) -> None:
+    """Makes a directory and those above it, so that they are there after a power cut too."""
+    missing = [p for p in (directory, *directory.parents) if not p.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_directory(path.parent)
+
+
+@contextmanager
+def _held(target: Path, saving: Path | None) -> Iterator[Path]:
+    """An empty directory for what goes to `target` and comes from there, this process's alone and gone afterwards.
+
+    [Note: what is aside] In it are `new`, which is not whole yet or was just exchanged; `old`, whole, while its place is taken without an exchange,
+    and so the only one until the second of two renames; `gone`, which is being deleted. The lock is on the directory that has them, which never
+    moves: so nobody empties what another has begun to fill.
+    """
+    home = (saving or target.parent / SAVING) / target.name
+    lock = _lock(home, target)
+    try:
+        _put_back(home, target)
+        _empty(home)
+        yield home
+    finally:
+        if not os.path.lexists(home / _OLD) or os.path.lexists(target):
+            shutil.rmtree(home, ignore_errors=True)
+        os.close(lock)
+        _tidy(home.parent)
+
+
+def _lock(home: Path, target: Path) -> int:
+    busy = CheckpointError(f"another save to {target} is under way; wait for it, or save to another directory")
+    for _ in range(_TRIES):  # whoever ends a save removes what the next one has just made
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+            lock = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), os.stat(home)):
+                return lock
+        except BlockingIOError:
+            os.close(lock)
+            raise busy from None
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+    raise busy
+
+
+def _put_back(home: Path, target: Path) -> None:
+    if os.path.lexists(home / _OLD) and not os.path.lexists(target):
+        rename(home / _OLD, target)
+        sync_directory(target.parent)
+
+
+def _place(home: Path, target: Path) -> None:
+    """What is new becomes `target`. What was there is deleted later; it comes back where the drive does not take the change of names."""
+    placed = os.stat(home / _NEW)
+    try:
+        _swap(home, target)
+        sync_directory(target.parent)
+    except BaseException:
+        with suppress(OSError):
+            _undo(home, target, placed)
+        raise
+    if os.path.lexists(home / _OLD):
+        rename(home / _OLD, home / _GONE)
+
+
+def _swap(home: Path, target: Path) -> None:
+    if not os.path.lexists(target):
+        rename(home / _NEW, target)
+        return
+    try:
+        exchange(home / _NEW, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+            raise
+        rename(target, home / _OLD)  # a file system without exchanges: until the next line both lie aside
+        rename(home / _NEW, target)
+
+
+def _undo(home: Path, target: Path, placed: os.stat_result) -> None:
+    if os.path.lexists(target) and os.path.samestat(os.stat(target), placed):
+        if os.path.lexists(home / _NEW):
+            exchange(home / _NEW, target)
+            return
+        rename(target, home / _NEW)
+    if os.path.lexists(home / _OLD):
+        rename(home / _OLD, target)
 
 
 def _empty(directory: Path) -> None:

@@ -30,6 +30,10 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*\.(json|safetensors)")
 _SUM = re.compile(r"[0-9a-f]{32}")
 
 
+class NewerVersion(CheckpointError):
+    """A checkpoint that is nothing the worse for it: a newer release reads it."""
+
+
 @dataclass(frozen=True)
 class Listed:
     """A file as the manifest has it."""
@@ -119,7 +123,11 @@ def read_manifest(directory: Path) -> Manifest:
     """CheckpointError for what is no whole manifest, and for one of a newer version."""
     path = directory / MANIFEST
     if not os.path.isdir(directory):  # Path's own raises where a name is too long
-        raise CheckpointError(f"{directory} is no directory, so no checkpoint")
+        old = disk.aside(directory)
+        raise CheckpointError(
+            f"{directory} is no directory, so no checkpoint"
+            + (f"; a save to it was interrupted, and what was there before is {old}: move it back" if old is not None else "")
+        )
     if not os.path.lexists(path):
         raise CheckpointError(f"{directory} has no {MANIFEST}: it is no checkpoint, or not a whole one; take another")
     text = read_json_bytes(path)
@@ -129,7 +137,7 @@ def read_manifest(directory: Path) -> Manifest:
     version = content.get("version")
     if isinstance(version, int) and version > VERSION:
         newer = named(str(version))
-        raise CheckpointError(f"{directory} is a checkpoint of version {newer}; this release reads up to {VERSION}: update offload to read it")
+        raise NewerVersion(f"{directory} is a checkpoint of version {newer}; this release reads up to {VERSION}: update offload to read it")
     listed = content.get("files")
     manifest = Manifest({name: _listed(path, name, entry) for name, entry in listed.items()} if isinstance(listed, dict) else {})
     if not manifest.files or manifest.render() != text:

@@ -68,7 +68,7 @@ def save_through(
     except OSError as error:
         raise CheckpointError(
             f"cannot save to {target}: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}; what was there before is "
-            "as it was. Make room or mend the drive and save again, or save elsewhere"
+            f"{disk.aside(target, saving) or 'as it was'}. Make room or mend the drive and save again, or save elsewhere"
         ) from error
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,10 +21,11 @@ def _signals() -> Iterator[Callable[[], int]]:
     came: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
+        with suppress(OSError):  # not print(): the thread that this interrupts may be within one
+            os.write(2, b"stopping at once\n" if came else b"stopping after this step; once more to stop at once\n")
         if came:
             raise KeyboardInterrupt
         came.append(number)
-        print("stopping after this step; once more to stop at once", file=sys.stderr)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -224,8 +224,8 @@ class _Home:
                 self.engine.close()
         finally:  # also where the device is stuck
             self.engine = self.file = None
-            if self.path is not None:
-                _remove(self.path)
+            if self.path is not None and (error := _remove(self.path)) is not None:
+                _log.warning("%s stays behind: %s; `offload clean %s` removes it once that can be done", self.path, error.strerror, self.directory)
             if self.lock >= 0:
                 os.close(self.lock)
             self.path, self.lock = None, -1
@@ -258,12 +258,16 @@ def _is_still(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _remove(path: Path) -> None:
-    """Removes a subdirectory of ours with its swap file; whatever else is in it stays, and so does the directory then."""
-    with contextlib.suppress(OSError):
-        os.unlink(path / _FILE_NAME)
-    with contextlib.suppress(OSError):
-        os.rmdir(path)
+def _remove(path: Path) -> OSError | None:
+    """Removes a subdirectory of ours with its swap file; whatever else is in it stays, and so does the directory then: says why."""
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path / _FILE_NAME)
+        with contextlib.suppress(FileNotFoundError):
+            os.rmdir(path)
+    except OSError as error:
+        return error
+    return None
 
 
 @dataclass(frozen=True)

@@ -4,51 +4,58 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import queue
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import aiofiles  # type: ignore[import-untyped]
 
+from offload.checkpoint.disk import sync_directory
 from offload.errors import OffloadError
 
+log = logging.getLogger("offload")
 BACKLOG = 256
 
 
 class MetricsWriter:
     """One line per record, in order, each written out before the next is taken.
 
-    `write` returns at once unless `BACKLOG` records wait. An error of the file is raised by the next `write` or by `close`.
+    The file is opened, and made, by the first `write` or `sync`. `write` returns at once unless `BACKLOG` records wait. An error of the file is
+    raised by the next `write` or `sync` and all later ones; by `close`, unless it was raised before.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
         self._queue: queue.Queue[str | threading.Event | None] = queue.Queue(BACKLOG)
         self._error: OSError | None = None
+        self._told = False
         self._thread = threading.Thread(target=lambda: asyncio.run(self._drain()), name="offload-metrics", daemon=True)
         self._thread.start()
 
     async def _drain(self) -> None:
         loop = asyncio.get_running_loop()
-        broken = False
         file = None
         while (line := await loop.run_in_executor(None, self._queue.get)) is not None:
             try:
                 if isinstance(line, threading.Event):
-                    if file is not None and not broken:
+                    if self._error is None:
+                        file = file or await aiofiles.open(self._path, "a")
                         os.fsync(file.fileno())
+                        sync_directory(Path(self._path).parent)
                     line.set()
                     continue
-                if broken:
+                if self._error is not None:
                     continue
                 file = file or await aiofiles.open(self._path, "a")
                 await file.write(line)
                 await file.flush()
             except OSError as error:
-                self._error, broken = error, True
+                self._error = error
                 if isinstance(line, threading.Event):
                     line.set()
         if file is not None:
@@ -59,8 +66,9 @@ class MetricsWriter:
 
     def _check(self) -> None:
         if self._error is not None:
-            error, self._error = self._error, None
-            raise OffloadError(f"cannot write {self._path}: {error.strerror}") from error
+            self._told = True
+            error = self._error
+            raise OffloadError(f"cannot write {self._path}: {error.strerror}; make room there or mend it, and go on with --resume") from error
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Queues `record` as a line of JSON."""
@@ -79,10 +87,16 @@ class MetricsWriter:
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
-        self._check()
+        if not self._told:
+            self._check()
 
     def __enter__(self) -> MetricsWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        try:
+            self.close()
+        except OffloadError as own:
+            if error is None:
+                raise
+            log.warning("%s", own)

@@ -15,7 +15,7 @@ import torch
 from offload.checkpoint import disk
 from offload.checkpoint.codec import decode
 from offload.checkpoint.content import read_state
-from offload.checkpoint.manifest import verify
+from offload.checkpoint.manifest import NewerVersion, verify
 from offload.config import RunConfig
 from offload.errors import CheckpointError, ConfigError
 
@@ -32,6 +32,7 @@ class Checkpoints:
 
     def __init__(self, path: Path) -> None:
         self.path, self.saving = path, path.parent / disk.SAVING
+        self._passed: set[int] = set()  # steps of those that were not whole
 
     def at(self, step: int) -> Path:
         """That of a number of steps; names sort as they do."""
@@ -43,34 +44,48 @@ class Checkpoints:
         return dict(sorted(found.items()))
 
     def newest_whole(self, note: Callable[[str], None]) -> tuple[int, Path] | None:
-        """None where there are none; CheckpointError where none of them is whole. Of those that are not the user is told."""
+        """None where there are none; CheckpointError where none of them is whole, or one is of a newer release. Of those that are not whole the
+        user is told."""
         trouble: CheckpointError | None = None
         for step, path in reversed(self.all().items()):
             try:
                 verify(path)
                 return step, path
+            except NewerVersion:  # passed over, it would be deleted with those that are damaged
+                raise
             except CheckpointError as error:
                 trouble = trouble or error
+                self._passed.add(step)
                 note(f"passed over: {error}")
         if trouble is not None:
             raise CheckpointError(f"no checkpoint in {self.path} is whole; the newest: {trouble}. Or start another run with --out")
         return None
+
+    def recover(self) -> None:
+        """Puts back what a killed save had moved aside. CheckpointError where that cannot be done."""
+        try:
+            disk.recover(self.path, self.saving)
+        except OSError as error:
+            raise CheckpointError(
+                f"a killed save has moved a checkpoint aside, to {self.saving}, and it cannot be put back: {error.strerror}; mend the drive"
+            ) from error
 
     def sweep(self) -> None:
         """Removes what an interrupted save left."""
         shutil.rmtree(self.saving, ignore_errors=True)
 
     def retain(self, keep: int, newest: int, note: Callable[[str], None]) -> None:
-        """Leaves the newest `keep` up to step `newest`, which was just saved; those of later steps were passed over. A run does not end by one
-        that cannot be removed."""
+        """Leaves the newest `keep` up to step `newest`, which was just saved; those that were passed over, and those of later steps, go. A run does
+        not end by one that cannot be removed."""
         found = self.all()
-        kept = [step for step in found if step <= newest][-keep:]
+        self._passed.discard(newest)
+        kept = [step for step in found if step <= newest and step not in self._passed][-keep:]
         for step, path in found.items():
             if step not in kept:
                 try:
                     disk.remove(path, self.saving)
-                except OSError as error:
-                    note(f"cannot remove {path}, which {keep} newer ones have outlived: {error.strerror}")
+                except (OSError, CheckpointError) as error:
+                    note(f"cannot remove {path}, which {keep} newer ones have outlived: {getattr(error, 'strerror', None) or error}")
 
 
 def fixed(config: RunConfig) -> dict[str, Any]:

@@ -72,13 +72,15 @@ def _sequences(config: RunConfig, vocab_size: int, directory: Path) -> Iterator[
 class Trainer:
     """One run: built by `open`, trained by `run`."""
 
-    def __init__(self, config: RunConfig, directory: RunDirectory, reporter: Reporter, metrics: MetricsWriter) -> None:
+    def __init__(
+        self, config: RunConfig, directory: RunDirectory, reporter: Reporter, metrics: MetricsWriter, checkpoints: Checkpoints
+    ) -> None:  # fmt: skip
         self._config, self._directory, self._reporter, self._metrics = config, directory, reporter, metrics
         self._device = compute_device(config.train.device)
         self._scaled = "fp16" in (config.precision.compute, config.precision.grad)
         self._scaler = torch.amp.GradScaler("cuda" if self._device == "cuda" else "cpu", enabled=self._scaled)
         self._said_small = False
-        self._checkpoints = Checkpoints(directory.path / CHECKPOINTS)
+        self._checkpoints = checkpoints
         self._records: list[dict[str, Any]] = []  # of the whole run
         self._resumed: dict[str, Any] = {"step": 0}  # what the checkpoint that this goes on from has beside the model
         self._saved: int | None = None  # the step of the newest checkpoint
@@ -149,6 +151,7 @@ class Trainer:
             self._directory.resume(self._config.to_toml(), self._records)
         elif self._directory.begin(self._config.to_toml()):
             self._reporter.note(f"{self._directory.path}: the run that was there is replaced")
+        self._metrics.sync()  # from here on the file is this run's, whatever becomes of its name
 
     def _measured(self, model_config: Any, planned: Plan, in_chunks: bool) -> Estimate | None:
         """What a step may take here, or None, said aloud, where that cannot be found out."""
@@ -193,8 +196,14 @@ class Trainer:
         last = None if interrupted else self._evaluate("after")
         summary = self._summary(last, interrupted)
         self._metrics.close()
+        self._directory.check()
         self._directory.write_json(SUMMARY, summary)
         return summary
+
+    def say_way_back(self) -> None:
+        """What is left of a run that ends before its time."""
+        if self._saved is not None:
+            self._reporter.note(f"--resume {self._directory.path} goes on from {self._checkpoints.at(self._saved).name}")
 
     def _settle(self) -> None:
         """Returns when the last step is over, and its record written."""
@@ -205,6 +214,7 @@ class Trainer:
         """Saves a checkpoint of the steps so far. CheckpointError where that cannot be done; the one before is then as it was."""
         assert self._config.checkpoint is not None
         self._settle()
+        self._directory.check()
         self._metrics.sync()
         step = len(self._records)
         extra = {
@@ -375,6 +385,7 @@ def train(config: RunConfig, out: str, *, resume: bool = False, stopped: Callabl
         reporter = Reporter(config.train.steps)
         closing.callback(reporter.close)
         checkpoints = Checkpoints(directory.path / CHECKPOINTS)
+        checkpoints.recover()
         if not resume and checkpoints.all():
             raise ConfigError(
                 f"{directory.path} has checkpoints: --resume {out} goes on from them; or delete {checkpoints.path}, or give another --out"
@@ -389,7 +400,12 @@ def train(config: RunConfig, out: str, *, resume: bool = False, stopped: Callabl
         if newest is not None:
             position(newest[1], config)
         metrics = closing.enter_context(MetricsWriter(directory.path / METRICS))
-        trainer = Trainer(config, directory, reporter, metrics)
+        trainer = Trainer(config, directory, reporter, metrics, checkpoints)
         trainer.open(closing, newest[1] if newest is not None else None)
         trainer.begin()
-        return trainer.run(stopped)
+        try:
+            return trainer.run(stopped)
+        except (OffloadError, KeyboardInterrupt):
+            directory.check()  # where it is gone, that is what went wrong
+            trainer.say_way_back()
+            raise

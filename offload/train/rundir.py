@@ -8,11 +8,12 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from offload.checkpoint.disk import SAVING
+from offload.checkpoint.disk import SAVING, sync_directory
 from offload.errors import ConfigError
 from offload.train import tokenize
 
@@ -46,12 +47,18 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise ConfigError(f"cannot write a run to {self.path}: {error.strerror}") from None
+            raise self._unwritable(error) from None
         try:
             self._take()
+        except OSError as error:
+            os.close(self._lock)
+            raise self._unwritable(error) from None
         except BaseException:
             os.close(self._lock)
             raise
+
+    def _unwritable(self, error: OSError) -> ConfigError:
+        return ConfigError(f"cannot write a run to {self.path}: {error.strerror or error}; make room there or mend it, or give another directory")
 
     def _refuse_strangers(self) -> None:
         others = sorted(name for name in os.listdir(self.path) if not _own(name))
@@ -64,8 +71,6 @@ class RunDirectory:
         except BlockingIOError:
             pid = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
             raise ConfigError(f"{self.path}: a run is live there (process {pid}); give another --out, or end it first") from None
-        except OSError as error:
-            raise ConfigError(f"cannot lock {self.path}: {error.strerror}") from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
         self._remove(lambda name: name.startswith(_SCRATCH))
@@ -77,12 +82,23 @@ class RunDirectory:
             shutil.rmtree(target) if target.is_dir() else target.unlink()
         return names
 
+    def check(self) -> None:
+        """ConfigError where the directory is no longer the one that is locked: what another run has there now is not this one's to change."""
+        try:
+            same = os.path.samestat(os.fstat(self._lock), os.stat(self.path / ".lock"))
+        except OSError:
+            same = False
+        if not same:
+            raise ConfigError(
+                f"{self.path} was deleted or replaced while a run was live there, so nothing more of it is written; give another run another --out"
+            )
+
     def begin(self, config: str) -> bool:
         """Removes an earlier run, now that this one can start, and writes `config.toml`; whether there was one. Checkpoints stay."""
         try:
             removed = self._remove(lambda name: name in _OWN - {".lock", CHECKPOINTS})
         except OSError as error:
-            raise ConfigError(f"cannot write a run to {self.path}: {error.strerror}") from None
+            raise self._unwritable(error) from None
         self.write("config.toml", config)
         return bool(removed)
 
@@ -114,7 +130,10 @@ class RunDirectory:
 
     def resume(self, config: str, records: Sequence[dict[str, Any]]) -> None:
         """Cuts `metrics.jsonl` back to these records, and writes `config.toml`, now that the run can go on."""
-        self._remove(lambda name: name in (SUMMARY, "report.html"))
+        try:
+            self._remove(lambda name: name in (SUMMARY, "report.html"))
+        except OSError as error:
+            raise self._unwritable(error) from None
         self.write(METRICS, "".join(json.dumps(record) + "\n" for record in records))
         self.write("config.toml", config)
 
@@ -127,8 +146,11 @@ class RunDirectory:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, self.path / name)
+            sync_directory(self.path)
         except OSError as error:
-            raise ConfigError(f"cannot write {self.path / name}: {error.strerror}") from None
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise ConfigError(f"cannot write {self.path / name}: {error.strerror}; make room there or mend it, and go on with --resume") from None
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """`write` of `value` as indented JSON."""

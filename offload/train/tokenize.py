@@ -116,7 +116,8 @@ class Tokenizing:
             json.dump(request, file)
             file.seek(0)
             command = [sys.executable, "-m", "offload.train.tokenize"]
-            self._child = subprocess.Popen(command, stdin=file, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            # Of a process group of its own: Ctrl-C is for the run alone to hear.
+            self._child = subprocess.Popen(command, stdin=file, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0)
 
     def _file(self, name: str) -> Path:
         return self._directory / f"{name}.npy"
