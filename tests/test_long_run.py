@@ -11,7 +11,7 @@ from pathlib import Path
 RUN = """
 [model]
 type = "llama"
-config = {{ vocab_size = 64, hidden_size = 32, intermediate_size = 48, num_hidden_layers = 10, num_attention_heads = 2 }}
+config = {{ vocab_size = 64, hidden_size = 32, intermediate_size = 48, num_hidden_layers = 6, num_attention_heads = 2 }}
 [data]
 source = "random"
 seq_length = 8

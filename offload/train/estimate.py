@@ -77,6 +77,8 @@ class Estimate:
                 plan = keeping(planned, kept) if kept > planned.kept else planned
             except PlanError:
                 break
+            if plan.activations not in (planned.activations, "keep"):
+                continue  # it fits by sending the others' inputs away, whose copies on a CPU no link accounts for
             units = self.early(plan, direct=direct, accumulate=accumulate) if early else 0
             seconds.append((plan, self.predicted(plan, direct=direct, accumulate=accumulate, early=units)))
         least = min(s for _, s in seconds)
