@@ -25,3 +25,7 @@ class SwapError(OffloadError, OSError):
 
 class CheckpointError(OffloadError):
     """A checkpoint or a weights file is damaged, missing or does not match the model."""
+
+
+class RankError(OffloadError):
+    """Another rank has failed, is gone or has not come: which, to what, and how long it was waited for."""
