@@ -306,7 +306,7 @@ class RunConfig(_Table):
         """Reads the TOML file at `path` with `table.key=value` `overrides` on top; paths in it are relative to its directory.
 
         Raises `ConfigError`, one line, for a file that cannot be read, an unknown key (naming the nearest known one), a wrong value,
-        a value that is not available yet, or several ranks.
+        or values that do not go together.
         """
         tables = _read(Path(path))
         for text in overrides:
@@ -336,15 +336,12 @@ class RunConfig(_Table):
 
     def _refuse(self, path: str) -> None:
         try:
-            if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
-                raise ConfigError("several ranks are not available in this version: start one process")
             check_updates(self.updates_value(), self.precision_value())
             if self.updates_value() == "backward" and self.optimizer.clip is not None:
                 raise ConfigError(
                     "train.updates = 'backward' starts updates before the norm of all gradients is known, which optimizer.clip needs: "
                     "leave one of the two out"
                 )
-            refuse_later(stage=self.train.stage)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 

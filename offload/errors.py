@@ -28,4 +28,9 @@ class CheckpointError(OffloadError):
 
 
 class RankError(OffloadError):
-    """Another rank has failed, is gone or has not come: which, to what, and how long it was waited for."""
+    """Another rank has failed, is gone or has not come: which, to what, and how long it was waited for.
+
+    `told`: the other rank has said itself what happened to it.
+    """
+
+    told = False

@@ -138,7 +138,8 @@ for _name, _text in {
     _later(_name, _text)
 
 
-def _fail(text: object) -> int:
+def fail(text: object) -> int:
+    """Says what went wrong; the exit code for it."""
     print(f"error: {' '.join(str(text).split())}", file=sys.stderr)
     return 2
 
@@ -149,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(app(args=argv, prog_name="offload", standalone_mode=False) or 0)
     except OffloadError as error:
-        return _fail(error)
+        return fail(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -157,4 +158,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         usage = getattr(error, "format_message", None)  # typer's, which shows no common base across its versions
         if usage is None:
             raise
-        return _fail(usage())
+        return fail(usage())

@@ -138,8 +138,7 @@ class World:
 
     def share(self, value: Any, what: str = "values") -> list[Any]:
         """Every rank's `value`, as JSON has it (a tuple comes as a list), by rank. Blocks; not for what is large."""
-        text = json.dumps(value)
-        return [json.loads(t) for t in self._exchange(text, what)] if self.size > 1 else [json.loads(text)]
+        return [json.loads(text) for text in self._exchange(json.dumps(value), what)] if self.size > 1 else [value]
 
     def broadcast(self, value: Any, source: int = 0, what: str = "a decision") -> Any:
         """Rank `source`'s `value`, as JSON has it; that of others is not looked at."""
@@ -249,7 +248,9 @@ class World:
             )
         else:
             text = f"rank {self.rank} has lost its connection to rank {peer} in {what}, after {seconds:.0f} s: its process has ended, or the network"
-        return RankError(text)
+        error = RankError(text)
+        error.told = failed is not None
+        return error
 
 
 _default: list[World] = []  # that of the whole job, while it is open

@@ -199,7 +199,7 @@ def test_alone_copies_and_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     world.reduce_scatter(own, 2 * full, "x").wait()
     assert own.tolist() == [0, 2, 4]
     world.all_reduce(own, "x").wait()
-    assert own.tolist() == [0, 2, 4] and world.share({"a": (1,)}) == [{"a": [1]}] and world.broadcast(5) == 5
+    assert own.tolist() == [0, 2, 4] and world.share({"a": 1}) == [{"a": 1}] and world.broadcast(5) == 5
     world.barrier("x")
     world.fail(ValueError())
     world.close()
