@@ -149,7 +149,7 @@ def prepare(
     micro-batches starts updates as gradients come to rest, to the same bits; what would come between it and step() is then refused.
     `batch` is (sequences, tokens) of a micro-batch, so that activations are planned for.
 
-    Under torchrun, or with a `mesh` (a 1-D DeviceMesh), all ranks call this, with the same model; values are rank 0's. Gradients are means over ranks.
+    Under torchrun, or with a `mesh` (a 1-D DeviceMesh), all ranks call this with the same model; values are rank 0's. Gradients are means over ranks.
     `stage`: what is divided among them: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. Names, shapes and values at rest stay whole:
     to read what is divided is a collective, which all ranks call in one order; what is written is given alike on all. Budgets are each rank's.
     Raises `ConfigError`, `PlanError` before anything is allocated, `SwapError`; `RankError` when another rank is gone.

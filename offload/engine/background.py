@@ -189,7 +189,8 @@ class Background:
     def ready(self, unit: int) -> bool:
         """Whether `wait_unit` would not wait."""
         written = self._must_be_written(unit)
-        return self.others.done(unit) and all((j.updated and not written) or j.batch.reached(j.index, written) for j in list(self._jobs[unit].values()))
+        jobs = list(self._jobs[unit].values())
+        return self.others.done(unit) and all((j.updated and not written) or j.batch.reached(j.index, written) for j in jobs)
 
     def _must_be_written(self, unit: int) -> bool:
         return bool(self._jobs[unit]) and self._units[unit].parameters[0].memory is None

@@ -144,8 +144,8 @@ class Engine:
         fill_buffers(self.model, self.seed)
         if self.world is not None:
             with torch.no_grad():
-                for name, buffer in self.model.named_buffers():
-                    buffer.copy_(same(self.world, buffer, name))
+                for name, shared in self.model.named_buffers():
+                    shared.copy_(same(self.world, shared, name))
         if self.device.compute.type != "cpu":
             for module in self.model.modules():
                 for key, buffer in module._buffers.items():
@@ -373,7 +373,7 @@ class Engine:
     # Whole
 
     def digest(self) -> str:
-        """A hash, by name, of fp32 master values, moments and steps; frozen parameters by value. With several ranks a collective, and alike on all."""
+        """A hash, by name, of fp32 master values, moments and steps; frozen parameters by value. With several ranks a collective, alike on all."""
         whole = xxhash.xxh3_128()
         for record in sorted(self.records, key=lambda r: r.name):
             whole.update(f"{record.name} {record.step} ".encode())

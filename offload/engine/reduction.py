@@ -2,8 +2,8 @@
 
 [Note: reduction]
 At the start of a backward ranks tell each other which gradients their graphs hold. A unit is reduced once all of this rank's own have come, as zeros
-where it has none, and units in one order that all ranks know: that in which those of rank 0 were complete in the last backward, so a unit that some ranks
-do not use waits for nobody and keeps nobody waiting. What the graphs did not tell of (a backward inside of this one) is reduced at the end.
+where it has none, and units in one order that all ranks know: that in which those of rank 0 were complete in the last backward. So a unit that some
+ranks do not use waits for nobody and keeps nobody waiting. What the graphs did not tell of (a backward inside of this one) is reduced at the end.
 Stages 0 and 1 sum whole gradients on every rank, 2 and 3 each rank's share. Sums are in the order of ranks and divided as they land, so where they
 are of the same dtype their bits do not depend on the stage. A gradient cannot be read between its arrival and its reduction.
 """

@@ -10,8 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
-
 from offload.dist.world import World
 from offload.engine.record import DTYPES, Unit
 from offload.errors import ConfigError

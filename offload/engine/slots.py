@@ -7,8 +7,8 @@ cache in least-recently-used order.
 
 [Note: gathers]
 Where parameters are divided among ranks, a slot is filled with this rank's share and then, in the thread of fetches, with the others'. Which slot is
-filled with what, and when, follows from the order in which units are used and from nothing else: were it to follow from what has finished, ranks would
-wait for each other's gathers for ever.
+filled with what, and when, follows from the order in which units are used and from nothing else: were it to follow from what has finished, ranks
+would wait for each other's gathers for ever.
 """
 
 from __future__ import annotations

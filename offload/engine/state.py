@@ -32,10 +32,13 @@ class _Stretch(NamedTuple):
 
 
 class State:
-    """Reads and writes parameters, masters and moments. Of several ranks each has its share; reading what is divided is a collective that all ranks
-    call in one order, as DTensor.full_tensor is, and a write is of the whole value, given alike on all. `before(record, reading)` runs first on each access, and before a read gives the
+    """Reads and writes parameters, masters and moments. `before(record, reading)` runs first on each access, and before a read gives the
     parameter a value if it has none; each access waits for the updates that it needs; `refresh(record, start, part)` puts a newly written part
-    where the device may already have a copy of it."""
+    where the device may already have a copy of it.
+
+    Of several ranks each has its share. Reading what is divided is a collective, which all ranks call in one order (as DTensor.full_tensor is);
+    a write is of the whole value, given alike on all.
+    """
 
     def __init__(
         self,

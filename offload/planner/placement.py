@@ -230,7 +230,7 @@ class _Request:
     place: dict[str, str]
     activations: str
     batch: demand.Batch | None
-    share: Share = ALONE
+    part: Share = ALONE
     moves: str = "fp32"
 
     @property
@@ -239,7 +239,7 @@ class _Request:
 
     @cached_property
     def reduction(self) -> int:
-        return demand.reduction_bytes(self.units, self.moves, self.share.ranks)
+        return demand.reduction_bytes(self.units, self.moves, self.part.ranks)
 
     @cached_property
     def load(self) -> Load:
@@ -256,7 +256,7 @@ class _Request:
             "gradient": trained * DTYPE_BYTES[self.grad],
             "optimizer": sum(self.form.nbytes(n) for n in sizes),
         }
-        return {role: n // self.share.ranks if self.share.divides(role) else n for role, n in whole.items()}
+        return {role: n // self.part.ranks if self.part.divides(role) else n for role, n in whole.items()}
 
     def fixed(self, tier: str) -> int:
         return sum(n for role, n in self.role_bytes.items() if self.place.get(role) == tier)
@@ -368,8 +368,8 @@ class _Search:
     def cut(self, chunk: int) -> tuple[tuple[UnitLayout, ...], Sizes]:
         if chunk not in self._cuts:
             request = self._request
-            layouts = lay_out_all(request.units, request.compute, chunk, request.share.ranks)
-            self._cuts[chunk] = layouts, sizes_of(layouts, request.grad, request.form, request.share)
+            layouts = lay_out_all(request.units, request.compute, chunk, request.part.ranks)
+            self._cuts[chunk] = layouts, sizes_of(layouts, request.grad, request.form, request.part)
         return self._cuts[chunk]
 
     def _try(self, staging: _Staging, mode: str, work: demand.Working) -> bool:

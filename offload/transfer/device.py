@@ -291,7 +291,7 @@ class SimDevice(Device):
 
         nbytes = sum(c.nbytes for c in copies)
         self.moved["h2d"] += nbytes
-        return self._in.submit(run, nbytes, what=what)
+        return self._in.submit(run, nbytes, what=what, together=then is not None)
 
     def send(self, source: torch.Tensor, land: Landing) -> Transfer:
         nbytes = source.numel() * source.element_size()
