@@ -15,6 +15,7 @@ from offload.checkpoint.codec import Encoder
 from offload.checkpoint.content import BUFFER, MASTER, OTHER, VALUE, SavedGroup, SavedParameter, SavedPrecision, SavedState
 from offload.checkpoint.manifest import STATE, TENSORS, Manifest, may_replace
 from offload.checkpoint.tensorfile import arrange, header
+from offload.dist.world import World
 from offload.engine.engine import Engine
 from offload.engine.record import DTYPE_NAMES, DTYPES, Record
 from offload.engine.registry import engine_of, record_of
@@ -42,8 +43,9 @@ def save(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.o
 
     `extra` has None, bool, int, float, str, bytes, list, tuple, dict and tensors; so have the state dicts of schedulers and scalers. Gradients are
     not kept: save after `step()`. The directory is whole or absent, whatever happens; one that was there before stays until it is replaced at
-    once. Memory for a few pieces of at most 8 MiB is taken beside the budgets. Raises `CheckpointError` where it cannot be written, `ConfigError`
-    for an `extra` that cannot be kept and for an optimizer that is not offload.optim's, `SwapError`.
+    once. Of several ranks all call it, with the same arguments, and the first writes; any number of ranks, under any stage, loads it. Memory for a
+    few pieces of at most 8 MiB is taken beside the budgets. Raises `CheckpointError` where it cannot be written, `ConfigError` for an `extra` that
+    cannot be kept and for an optimizer that is not offload.optim's, `SwapError`.
     """
     save_through(None, directory, model, optimizer, extra)
 
@@ -55,9 +57,35 @@ def save_through(
     engine, adam = checked(model, optimizer, "save()")
     target = Path(os.path.abspath(directory))
     state, tensors = _gather(engine, adam, extra)
+    data = _bytes(tensors)
+    if engine.world is None:
+        _save(target, saving, state, data)
+    else:
+        _save_together(engine.world, target, saving, state, data)
+
+
+def _save_together(world: World, target: Path, saving: Path | None, state: SavedState, data: Iterator[memoryview | bytes]) -> None:
+    """The first rank writes. What ranks have parts of they read together, so all come to the end of it, whatever becomes of the file."""
+    failed: CheckpointError | None = None
+    if world.rank == 0:
+        try:
+            _save(target, saving, state, data)
+        except CheckpointError as error:
+            failed = error
+    for _ in data:
+        pass
+    told = world.broadcast(str(failed) if failed is not None else None, what=f"the end of the save to {target}")
+    if told is not None:
+        raise failed or CheckpointError(told)
+
+
+def _save(target: Path, saving: Path | None, state: SavedState, data: Iterable[memoryview | bytes]) -> None:
     try:
         with disk.replacing(target, may_replace, saving) as where:
-            _write(where, state, tensors)
+            manifest = Manifest()
+            manifest.add(where, TENSORS, data)
+            manifest.add(where, STATE, [state.render()])
+            manifest.write(where)
     except SwapError:
         raise
     except OSError as error:
@@ -67,19 +95,12 @@ def save_through(
         ) from error
 
 
-def _write(where: Path, state: SavedState, tensors: list[Held]) -> None:
-    entries = arrange((t.name, STORED[t.dtype], t.shape) for t in tensors)
-    of = {t.name: t for t in tensors}
-    manifest = Manifest()
-    manifest.add(where, TENSORS, _bytes(header(entries), (of[name] for name in entries)))
-    manifest.add(where, STATE, [state.render()])
-    manifest.write(where)
-
-
-def _bytes(first: bytes, tensors: Iterable[Held]) -> Iterator[memoryview | bytes]:
-    yield first
-    for tensor in tensors:
-        for part in tensor.parts():
+def _bytes(tensors: list[Held]) -> Iterator[memoryview | bytes]:
+    """The file of tensors."""
+    entries, of = arrange((t.name, STORED[t.dtype], t.shape) for t in tensors), {t.name: t for t in tensors}
+    yield header(entries)
+    for name in entries:
+        for part in of[name].parts():
             yield part.view(torch.uint8).numpy().data
 
 

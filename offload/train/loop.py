@@ -388,11 +388,9 @@ class Trainer:
         }
 
     def _of_ranks(self, counters: Mapping[str, Any]) -> dict[str, Any]:
-        """What a summary has of all ranks: the peaks of the worst, and every one's state; nothing where there is one."""
+        """What a summary has of all ranks: the peaks of the worst, and every one's state."""
         world = self._world
-        if world.size == 1:
-            return {}
-        shared = world.share([counters["peak_bytes"], counters["state_bytes_of_rank"]], "the peaks")
+        shared = world.share([counters["peak_bytes"], counters["state_bytes_per_rank"]], "the peaks")
         return {
             "ranks": world.size,
             "stage": self._config.train.stage,
