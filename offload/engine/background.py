@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -38,6 +38,22 @@ class _Job:
     updated: bool = False
 
 
+class Others(Protocol):
+    """What other ranks update of parameters that rest here too, and bring."""
+
+    def wait(self, unit: int) -> None: ...
+
+    def done(self, unit: int) -> bool: ...
+
+
+class _NoOthers:
+    def wait(self, unit: int) -> None:
+        return None
+
+    def done(self, unit: int) -> bool:
+        return True
+
+
 class Background:
     """The jobs of all steps that may not be done, by unit and chunk."""
 
@@ -51,6 +67,7 @@ class Background:
         self._seconds: dict[str, float] = {}
         self._error: SwapError | None = None
         self._told = False
+        self.others: Others = _NoOthers()
 
     def start(self, hyper: np.ndarray[Any, Any], order: Sequence[int]) -> None:
         """Submits the updates of one step, those of units that are computed first before others. `hyper` is copied."""
@@ -160,6 +177,11 @@ class Background:
 
     def wait_unit(self, unit: int, tell: bool = True) -> None:
         """Returns when the unit's parameters are, where they rest, what they are to be."""
+        self.wait_own(unit, tell)
+        self.others.wait(unit)
+
+    def wait_own(self, unit: int, tell: bool = True) -> None:
+        """As `wait_unit`, of what this rank updates."""
         written = self._must_be_written(unit)
         for chunk in list(self._jobs[unit]):
             self.wait(unit, chunk, written, tell)
@@ -167,7 +189,7 @@ class Background:
     def ready(self, unit: int) -> bool:
         """Whether `wait_unit` would not wait."""
         written = self._must_be_written(unit)
-        return all((j.updated and not written) or j.batch.reached(j.index, written) for j in list(self._jobs[unit].values()))
+        return self.others.done(unit) and all((j.updated and not written) or j.batch.reached(j.index, written) for j in list(self._jobs[unit].values()))
 
     def _must_be_written(self, unit: int) -> bool:
         return bool(self._jobs[unit]) and self._units[unit].parameters[0].memory is None

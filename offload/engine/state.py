@@ -8,11 +8,14 @@ from typing import NamedTuple
 import torch
 
 from offload import ops
+from offload.dist.collectives import assemble
+from offload.dist.world import World
 from offload.engine.background import Background
 from offload.engine.record import DTYPES, Record, Unit
 from offload.memory.shard import Shard
 from offload.planner.form import GROUP, MOMENTS, Part, StateForm, scale_of
 from offload.planner.layout import round_up
+from offload.planner.share import ALONE, Share
 
 
 class _Stretch(NamedTuple):
@@ -29,7 +32,8 @@ class _Stretch(NamedTuple):
 
 
 class State:
-    """Reads and writes parameters, masters and moments. `before(record, reading)` runs first on each access, and before a read gives the
+    """Reads and writes parameters, masters and moments. Of several ranks each has its share; reading what is divided is a collective that all ranks
+    call in one order, as DTensor.full_tensor is, and a write is of the whole value, given alike on all. `before(record, reading)` runs first on each access, and before a read gives the
     parameter a value if it has none; each access waits for the updates that it needs; `refresh(record, start, part)` puts a newly written part
     where the device may already have a copy of it."""
 
@@ -40,14 +44,18 @@ class State:
         before: Callable[[Record, bool], None],
         background: Background,
         refresh: Callable[[Record, int, torch.Tensor], None],
+        world: World | None = None,
+        share: Share = ALONE,
     ) -> None:
+        self._world, self._share = world, share
         self.units, self.form, self.compute = units, form, DTYPES[form.compute]
         self._before, self._background, self._refresh = before, background, refresh
         self._generations: dict[int, int] = {}
         self.guard: Callable[[Record], None] = lambda record: None  # raises where an update has started too early for this access
 
     def parameter_shard(self, record: Record) -> tuple[Shard, int, torch.dtype]:
-        """The shard, the byte where the parameter starts in it, and the dtype stored; updates of what is there are done."""
+        """The shard, the byte where the parameter starts in it (it may lie outside, where shares begin), and the dtype stored; updates of what is
+        there are done."""
         unit = self.units[record.unit]
         dtype = DTYPES[unit.layout.flats[record.flat].dtype]
         shard = unit.parameters[record.flat]
@@ -55,7 +63,23 @@ class State:
             self.guard(record)
             for chunk, _ in record.slices:
                 self._background.wait(record.unit, chunk, shard.memory is None)
-        return shard, record.offset * dtype.itemsize, dtype
+            self._background.others.wait(record.unit)
+        return shard, (record.offset - self._share.span(unit.layout.flats[record.flat], "parameter")[0]) * dtype.itemsize, dtype
+
+    def _here(self, record: Record, first: int, stop: int) -> tuple[int, int]:
+        """Of elements [first, stop) of a parameter, those whose copy that is computed with rests here."""
+        begin, end = self._share.span(self.units[record.unit].layout.flats[record.flat], "parameter")
+        first = min(max(first, begin - record.offset), stop)
+        return first, max(first, min(stop, end - record.offset))
+
+    def _assemble(self, record: Record, role: str, out: torch.Tensor) -> torch.Tensor:
+        """Fills `out`, which has what rests here of a role and zeros elsewhere."""
+        if self._world is not None and self._share.divides(role):
+            assemble(self._world, out, f"{record.name} at rest")
+        return out
+
+    def _empty(self, n: int, dtype: torch.dtype, role: str) -> torch.Tensor:
+        return torch.zeros(n, dtype=dtype) if self._share.divides(role) else torch.empty(n, dtype=dtype)
 
     def _stretches(self, record: Record, first: int = 0, stop: int | None = None) -> Iterator[_Stretch]:
         """Elements [first, stop) of a parameter, chunk by chunk."""
@@ -74,8 +98,11 @@ class State:
         self._background.wait(record.unit, where.chunk, unit.states[where.chunk].memory is None)
         return unit.states[where.chunk], self.form.at(role, unit.layout.trained.chunks[where.chunk].numel, where.at)
 
+    def _rests(self, record: Record, where: _Stretch) -> bool:
+        return self.units[record.unit].states[where.chunk].rests
+
     def _read_part(self, record: Record, role: str, where: _Stretch, out: torch.Tensor | None = None) -> torch.Tensor:
-        """A part of the state as it is stored."""
+        """A part of the state as it is stored, which rests here."""
         part = self.form.part(role)
         out = torch.empty(part.numel(where.numel), dtype=DTYPES[part.dtype]) if out is None else out
         shard, start = self._part(record, role, where)
@@ -83,6 +110,8 @@ class State:
         return out
 
     def _write_part(self, record: Record, role: str, where: _Stretch, stored: torch.Tensor) -> None:
+        if not self._rests(record, where):
+            return
         shard, start = self._part(record, role, where)
         self._write(shard, start, stored)
 
@@ -110,16 +139,26 @@ class State:
                 yield self._read_stored(record, at, end).to(record.dtype)
                 continue
             for where in self._stretches(record, at, end):
-                out = torch.empty(where.numel, dtype=torch.float32)
+                out = self._empty(where.numel, torch.float32, "optimizer")
                 self._read(record, "master", where, out)
-                yield out.to(record.dtype)
+                yield self._assemble(record, self._role("master"), out).to(record.dtype)
 
-    def _read_stored(self, record: Record, first: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    def _read_stored(self, record: Record, first: int, stop: int) -> torch.Tensor:
         """Elements [first, stop) of the copy that is computed with, in its own dtype."""
+        return self._assemble(record, "parameter", self._read_own(record, first, stop))
+
+    def _read_own(self, record: Record, first: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """As `_read_stored`; zeros, or what `out` has, for what rests elsewhere."""
         shard, start, dtype = self.parameter_shard(record)
-        out = torch.empty(stop - first, dtype=dtype) if out is None else out
-        shard.read(start + first * dtype.itemsize, out)
+        out = self._empty(stop - first, dtype, "parameter") if out is None else out
+        begin, end = self._here(record, first, stop)
+        if begin < end:
+            shard.read(start + begin * dtype.itemsize, out[begin - first : end - first])
         return out
+
+    def _role(self, role: str) -> str:
+        """Whose division among ranks values of "master", "exp_avg" or "exp_avg_sq" follow."""
+        return "parameter" if role == "master" and self.form.master == "own" else "optimizer"
 
     def write_value(self, record: Record, value: torch.Tensor, *, ready: bool = True) -> None:
         """Stores a whole value: in the master, and in the copy that is computed with. `ready=False` while preparing or initialising."""
@@ -147,7 +186,9 @@ class State:
     def _write_stored(self, record: Record, first: int, values: torch.Tensor) -> None:
         shard, start, dtype = self.parameter_shard(record)
         stored = values.to(dtype)
-        self._write(shard, start + first * dtype.itemsize, stored)
+        begin, end = self._here(record, first, first + stored.numel())
+        if begin < end:
+            self._write(shard, start + begin * dtype.itemsize, stored[begin - first : end - first])
         self._refresh(record, first, stored)
 
     def _write_master(self, record: Record, where: _Stretch, values: torch.Tensor) -> None:
@@ -166,10 +207,10 @@ class State:
     def read_state(self, record: Record, role: str) -> torch.Tensor:
         """fp32 values of "master", "exp_avg" or "exp_avg_sq", flat."""
         self._before(record, True)
-        out = torch.empty(record.numel, dtype=torch.float32)
+        out = self._empty(record.numel, torch.float32, self._role(role))
         for where in self._stretches(record):
             self._read(record, role, where, out[where.first : where.stop])
-        return out
+        return self._assemble(record, self._role(role), out)
 
     def stream(self, record: Record, role: str) -> Iterator[torch.Tensor]:
         """The values of a role in order, at most a chunk at a time: fp32 ("value": the stored copy in its own dtype)."""
@@ -179,9 +220,9 @@ class State:
                 yield self._read_stored(record, piece.start, piece.stop)
             return
         for where in self._stretches(record):
-            out = torch.empty(where.numel, dtype=torch.float32)
+            out = self._empty(where.numel, torch.float32, self._role(role))
             self._read(record, role, where, out)
-            yield out
+            yield self._assemble(record, self._role(role), out)
 
     # What a checkpoint holds: masters in fp32, whatever their form, and moments to the bit, as they are stored
 
@@ -192,8 +233,10 @@ class State:
     def stream_stored(self, record: Record, role: str) -> Iterator[torch.Tensor]:
         """A part of the state as it is stored, in order, at most a chunk at a time."""
         self._before(record, True)
+        part = self.form.part(role)
         for where in self._stretches(record):
-            yield self._read_part(record, role, where)
+            out = self._empty(part.numel(where.numel), DTYPES[part.dtype], "optimizer")
+            yield self._assemble(record, "optimizer", self._read_part(record, role, where, out) if self._rests(record, where) else out)
 
     def write_stored(self, record: Record, role: str, read: Callable[[torch.Tensor], None]) -> None:
         """Stores a whole part of the state, of which `read` fills one tensor after another, as it is."""
@@ -205,11 +248,13 @@ class State:
             self._write_part(record, role, where, stored)
 
     def _read(self, record: Record, role: str, where: _Stretch, out: torch.Tensor) -> None:
-        """Fills `out`, fp32, with values of "master", "exp_avg" or "exp_avg_sq"."""
+        """Fills `out`, fp32, with values of "master", "exp_avg" or "exp_avg_sq"; what rests elsewhere is left."""
         if role == "master" and self.form.master == "own":
-            self._read_stored(record, where.first, where.stop, out)
+            self._read_own(record, where.first, where.stop, out)
+        elif not self._rests(record, where):
+            return
         elif role == "master" and self.form.master == "split":
-            ops.join_(out, self._read_stored(record, where.first, where.stop), self._read_part(record, "low", where))
+            ops.join_(out, self._read_own(record, where.first, where.stop), self._read_part(record, "low", where))
         elif self.form.part(role).dtype == "fp32":
             self._read_part(record, role, where, out)
         elif self.form.moments == "int8":
@@ -227,6 +272,8 @@ class State:
             self._write_moment(record, role, where, flat[where.first - first : where.stop - first])
 
     def _write_moment(self, record: Record, role: str, where: _Stretch, values: torch.Tensor) -> None:
+        if not self._rests(record, where):
+            return
         part = self.form.part(role)
         if self.form.moments != "int8":
             stored = values if part.dtype == "fp32" else ops.convert_(torch.empty(where.numel, dtype=DTYPES[part.dtype]), values)

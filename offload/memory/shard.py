@@ -62,6 +62,16 @@ class Shard:
     def __post_init__(self) -> None:
         self.owner = os.getpid()
 
+    @classmethod
+    def absent(cls) -> Shard:
+        """In place of one that rests on another rank: of no bytes."""
+        return cls("", 0, memory=torch.empty(0, dtype=torch.uint8))
+
+    @property
+    def rests(self) -> bool:
+        """Whether it rests here."""
+        return bool(self.tier)
+
     def address(self, start: int = 0) -> int:
         """Where byte `start` lies in RAM; only for shards that rest in memory."""
         assert self.memory is not None
