@@ -22,7 +22,7 @@ from offload.dist.world import World
 from offload.errors import ConfigError, OffloadError
 from offload.observe import base
 from offload.observe.metrics import MetricsWriter
-from offload.planner.cost import Traffic
+from offload.planner.cost import Traffic, traffic_of
 from offload.planner.placement import Plan
 from offload.train import loss, model
 from offload.train.checkpoints import Checkpoints, fixed, position, random_states, seed_of, set_random_states
@@ -406,11 +406,10 @@ class Trainer:
         steps = self._done - int(self._resumed["step"])
         if self._estimate is None or not steps:
             return dict.fromkeys(("bound_step_seconds", "limiting_link"))
-        plan = self._runtime.plan
+        plan, accumulate = self._runtime.plan, self._config.data.accumulate
+        updated = traffic_of(plan, direct=self._device == "cpu", accumulate=accumulate).updated
         links = {link: moved[link] // steps for link in ("nvme_read", "nvme_write", "h2d", "d2h")}
-        return self._estimate.bound(
-            Traffic(**links, updated=plan.trained), recompute=plan.recomputes, accumulate=self._config.data.accumulate
-        )
+        return self._estimate.bound(Traffic(**links, updated=updated), recompute=plan.recomputes, accumulate=accumulate)
 
 
 def _start(directory: RunDirectory, config: RunConfig, resume: bool, world: World, reporter: Reporter) -> dict[str, Any]:
