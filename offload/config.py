@@ -177,12 +177,6 @@ def check_updates(updates: str, precision: Precision) -> None:
         )
 
 
-def refuse_later(*, stage: int = 3) -> None:
-    """Raises `ConfigError` for a value that the schema knows and this version cannot do."""
-    if stage != 3:
-        raise ConfigError(f"train.stage = {stage!r} is not available in this version: stages need several ranks; leave it out")
-
-
 Size = Annotated[int, BeforeValidator(parse_size)]
 Sources = Annotated[str | list[str], BeforeValidator(_sources)]
 Disks = Annotated[list[tuple[str, int]], Field(strict=False), BeforeValidator(_disks)]
@@ -353,9 +347,10 @@ class RunConfig(_Table):
         """The roles fixed to tiers; None where there are none."""
         return {str(role): str(tier) for role, tier in self.tiers.place.items()} or None
 
-    def updates_value(self) -> Updates:
-        """When updates start: during the backward, unless the run file says otherwise or something needs all gradients first."""
-        needs_all = self.optimizer.clip is not None or "fp16" in (self.precision.compute, self.precision.grad)
+    def updates_value(self, ranks: int = 1) -> Updates:
+        """When updates start: during the backward, unless the run file says otherwise, something needs all gradients first, or there are several
+        ranks."""
+        needs_all = self.optimizer.clip is not None or "fp16" in (self.precision.compute, self.precision.grad) or ranks > 1
         return ("forward" if needs_all else "backward") if self.train.updates == "auto" else self.train.updates
 
     def precision_value(self) -> Precision:

@@ -14,7 +14,9 @@ from offload.checkpoint import disk
 from offload.checkpoint.codec import Encoder
 from offload.checkpoint.content import BUFFER, MASTER, OTHER, VALUE, SavedGroup, SavedParameter, SavedPrecision, SavedState
 from offload.checkpoint.manifest import STATE, TENSORS, Manifest, may_replace
-from offload.checkpoint.tensorfile import arrange, header
+from offload.checkpoint.tensorfile import Entry, arrange, header
+from offload.checkpoint.together import Piece, save_together
+from offload.dist.world import World
 from offload.engine.engine import Engine
 from offload.engine.record import DTYPE_NAMES, DTYPES, Record
 from offload.engine.registry import engine_of, record_of
@@ -29,12 +31,14 @@ STORED = {
 
 
 class Held(NamedTuple):
-    """A tensor to write: its values come in flat CPU tensors, in order."""
+    """A tensor to write: its values come in flat CPU tensors, in order. `own`: those of this rank, each with the number of its first; else the first
+    rank has all."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: Callable[[], Iterable[torch.Tensor]]
+    own: Callable[[], Iterable[tuple[int, torch.Tensor]]] | None = None
 
 
 def save(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None) -> None:
@@ -42,8 +46,9 @@ def save(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.o
 
     `extra` has None, bool, int, float, str, bytes, list, tuple, dict and tensors; so have the state dicts of schedulers and scalers. Gradients are
     not kept: save after `step()`. The directory is whole or absent, whatever happens; one that was there before stays until it is replaced at
-    once. Memory for a few pieces of at most 8 MiB is taken beside the budgets. Raises `CheckpointError` where it cannot be written, `ConfigError`
-    for an `extra` that cannot be kept and for an optimizer that is not offload.optim's, `SwapError`.
+    once. Of several ranks all call it, with the same arguments, and each writes its part; any number of ranks, under any stage, loads it. Memory
+    for a few pieces of at most 8 MiB is taken beside the budgets. Raises `CheckpointError` where it cannot be written, `ConfigError` for an `extra`
+    that cannot be kept and for an optimizer that is not offload.optim's, `SwapError`.
     """
     save_through(None, directory, model, optimizer, extra)
 
@@ -55,9 +60,18 @@ def save_through(
     engine, adam = checked(model, optimizer, "save()")
     target = Path(os.path.abspath(directory))
     state, tensors = _gather(engine, adam, extra)
+    entries, of = arrange((t.name, STORED[t.dtype], t.shape) for t in tensors), {t.name: t for t in tensors}
+    first, ordered = header(entries), [(of[name], entry) for name, entry in entries.items()]
+    if engine.world is not None:
+        nbytes = sum(entry.nbytes for entry in entries.values())
+        save_together(engine.world, target, saving, state.render(), first, nbytes, lambda: _own_pieces(ordered, len(first), engine.world))
+        return
     try:
         with disk.replacing(target, may_replace, saving) as where:
-            _write(where, state, tensors)
+            manifest = Manifest()
+            manifest.add(where, TENSORS, _bytes(first, ordered))
+            manifest.add(where, STATE, [state.render()])
+            manifest.write(where)
     except SwapError:
         raise
     except OSError as error:
@@ -67,20 +81,27 @@ def save_through(
         ) from error
 
 
-def _write(where: Path, state: SavedState, tensors: list[Held]) -> None:
-    entries = arrange((t.name, STORED[t.dtype], t.shape) for t in tensors)
-    of = {t.name: t for t in tensors}
-    manifest = Manifest()
-    manifest.add(where, TENSORS, _bytes(header(entries), (of[name] for name in entries)))
-    manifest.add(where, STATE, [state.render()])
-    manifest.write(where)
-
-
-def _bytes(first: bytes, tensors: Iterable[Held]) -> Iterator[memoryview | bytes]:
+def _bytes(first: bytes, tensors: Iterable[tuple[Held, Entry]]) -> Iterator[memoryview | bytes]:
     yield first
-    for tensor in tensors:
+    for tensor, _ in tensors:
         for part in tensor.parts():
             yield part.view(torch.uint8).numpy().data
+
+
+def _own_pieces(tensors: Iterable[tuple[Held, Entry]], first: int, world: World | None) -> Iterator[Piece]:
+    """What this rank writes of tensors that begin at byte `first`."""
+    for tensor, entry in tensors:
+        if tensor.own is None and world is not None and world.rank:
+            continue
+        for at, part in tensor.own() if tensor.own is not None else _counted(tensor.parts()):
+            yield first + entry.start + at * tensor.dtype.itemsize, part.view(torch.uint8).numpy().data
+
+
+def _counted(parts: Iterable[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    at = 0
+    for part in parts:
+        yield at, part
+        at += part.numel()
 
 
 def checked(model: nn.Module, optimizer: torch.optim.Optimizer, doing: str) -> tuple[Engine, Adam]:
@@ -164,12 +185,18 @@ def _encoded(encoder: Encoder, value: dict[str, Any], where: str) -> dict[str, A
 
 
 def _of_parameter(engine: Engine, record: Record, moved: bool) -> Iterator[Held]:
+    state = engine.state
+
+    def held(prefix: str, role: str, dtype: torch.dtype, shape: tuple[int, ...], *, stored: bool = False) -> Held:
+        whole = state.stream_stored if stored else state.stream
+        return Held(f"{prefix}/{record.name}", dtype, shape, lambda: whole(record, role), lambda: state.stream_own(record, role, stored))
+
     if not record.trained:
-        yield Held(f"{VALUE}/{record.name}", record.dtype, tuple(record.shape), lambda: engine.state.stream(record, "value"))
+        yield held(VALUE, "value", record.dtype, tuple(record.shape))
         return
-    yield Held(f"{MASTER}/{record.name}", torch.float32, tuple(record.shape), lambda: engine.state.stream(record, "master"))
+    yield held(MASTER, "master", torch.float32, tuple(record.shape))
     for role, dtype, shape in stored_moments(engine, record) if moved else ():
-        yield Held(f"{role}/{record.name}", dtype, shape, lambda role=role: engine.state.stream_stored(record, role))  # type: ignore[misc]
+        yield held(role, role, dtype, shape, stored=True)
 
 
 def stored_moments(engine: Engine, record: Record) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:

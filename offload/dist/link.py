@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from zlib import crc32
@@ -72,7 +73,5 @@ class Link:
     def cut(self) -> None:
         """Closes every connection, so that whoever waits on one, here or there, fails at once."""
         for peer in self.others:
-            try:  # gloo has no other way: a wait that times out closes all, but where the connection to this peer is gone already
+            with suppress(RuntimeError):  # gloo has no other way: a wait that times out closes all, but where this peer's connection is gone already
                 self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, crc32(b"cut") & 0x7FFFFFFF).wait(timedelta(milliseconds=1))
-            except RuntimeError:
-                pass

@@ -1,11 +1,11 @@
 """Sums over ranks in CPU memory, in the order of ranks, so that their bits depend on neither the collective nor the number of pieces.
 
-One thread sums, piece by piece as pieces come, while others compute. bf16 and fp16 are summed in fp32 and rounded once.
+bf16 and fp16 are summed in fp32 and rounded once. Whoever waits for a sum makes it, piece by piece as pieces come: no thread of its own could take
+sums in an order that suits all ranks, as each rank's threads begin them in an order of their own.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable
 
@@ -17,95 +17,78 @@ PIECE = 1 << 19  # bytes of one message; 2 a peer are awaited at once
 GRAIN = 32768  # elements; more at once, and torch would take threads of its own for them
 
 
-class Job:
-    """Something that the thread does; `wait` raises what it raised."""
+class Spaces:
+    """Memory that pieces come to, 2 x PIECE for each rank, of as many sums as there are at once."""
 
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run, self._over, self._error = run, threading.Event(), None  # type: tuple[Callable[[], None], threading.Event, BaseException | None]
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._free: list[torch.Tensor] = []
+        self._lock = threading.Lock()
 
-    def __call__(self) -> None:
-        try:
-            self._run()
-        except BaseException as error:
-            self._error = error
-        self._over.set()
+    def take(self) -> torch.Tensor:
+        with self._lock:
+            return self._free.pop() if self._free else torch.empty(2, self._ranks, PIECE, dtype=torch.uint8)
 
-    def wait(self) -> None:
-        self._over.wait()
-        if self._error is not None:
-            raise self._error
+    def give(self, space: torch.Tensor) -> None:
+        with self._lock:
+            self._free.append(space)
 
 
-class Summer:
-    """The thread, and the memory that pieces come to: 2 x PIECE for each other rank."""
+class Sum:
+    """A reduction under way: `parts[r]` goes to rank r, and `wait` sets `own` to the sum (or what `combine` makes) of every rank's part for this one;
+    it may be that part itself."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._space = torch.empty(2, link.size, PIECE, dtype=torch.uint8) if link.size > 1 else None
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        # a daemon: a process that fails must end, whoever its peers keep waiting
-        self._thread = threading.Thread(target=self._serve, name="offload-sums", daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-
-    def _do(self, run: Callable[[], None]) -> Job:
-        job = Job(run)
-        self._jobs.put(job)
-        return job
-
-    def reduce_scatter(self, own: torch.Tensor, full: torch.Tensor, name: str) -> Job:
-        """Starts to set `own` [S] to the sum of every rank's `full[rank * S : (rank + 1) * S]`; it may be that part itself."""
-        parts = list(full.view(self._link.size, -1))
-        return self._do(lambda: self._reduce(parts, own, name, torch.add))
-
-    def all_reduce(self, x: torch.Tensor, name: str, largest: bool) -> Job:
-        """Starts to set `x` [N], on every rank, to the sum or the largest of every rank's."""
-        parts = list(x.tensor_split(self._link.size))
-        own = parts[self._link.rank]
-
-        def run() -> None:
-            self._reduce(parts, own, name, torch.maximum if largest else torch.add)
-            for message in self._link.gather(parts, own, f"{name} summed"):
-                message.wait()
-
-        return self._do(run)
-
-    def _reduce(self, parts: list[torch.Tensor], own: torch.Tensor, name: str, combine: Callable[..., torch.Tensor]) -> None:
-        link, mine = self._link, parts[self._link.rank]
-        step = PIECE // mine.element_size()
-        sent = [
-            link.send(parts[peer][at : at + step], peer, name)
-            for at in range(0, max(p.numel() for p in parts), step)
+    def __init__(self, link: Link, spaces: Spaces, parts: list[torch.Tensor], own: torch.Tensor, name: str, largest: bool = False) -> None:
+        self._link, self._spaces, self._parts, self._own, self._name = link, spaces, parts, own, name
+        self._combine: Callable[..., torch.Tensor] = torch.maximum if largest else torch.add
+        self._step = PIECE // parts[0].element_size()
+        self._mine, self._space = parts[link.rank], spaces.take()
+        self._sent = [
+            link.send(parts[peer][at : at + self._step], peer, name)
+            for at in range(0, max(p.numel() for p in parts), self._step)
             for peer in link.others
             if at < parts[peer].numel()
         ]  # pieces in the order in which they are wanted
-        starts = range(0, mine.numel(), step)
-        coming: list[list[Message]] = []
-        for i in range(len(starts) + 1):
-            if i < len(starts):
-                coming.append([link.receive(self._piece(i, peer, mine, starts[i], step), peer, name) for peer in link.others])
-            if i:
-                for message in coming[i - 1]:
-                    message.wait()
-                at = starts[i - 1]
-                pieces = [mine[at : at + step] if r == link.rank else self._piece(i - 1, r, mine, at, step) for r in range(link.size)]
-                _combine(own[at : at + step], pieces, combine)
-                coming[i - 1] = []
-        for message in sent:
+        self._starts = range(0, self._mine.numel(), self._step)
+        self._coming: list[list[Message]] = []
+        self._receive()
+
+    def _receive(self) -> None:
+        index = len(self._coming)
+        if index < len(self._starts):
+            self._coming.append([self._link.receive(self._piece(index, peer), peer, self._name) for peer in self._link.others])
+
+    def _piece(self, index: int, rank: int) -> torch.Tensor:
+        """What rank gives for the piece of that number."""
+        part = self._mine[self._starts[index] : self._starts[index] + self._step]
+        return part if rank == self._link.rank else self._space[index % 2, rank, : part.nbytes].view(part.dtype)
+
+    def wait(self) -> None:
+        """Raises `Lost`."""
+        for index, at in enumerate(self._starts):
+            self._receive()
+            for message in self._coming[index]:
+                message.wait()
+            self._coming[index] = []
+            _combine(self._own[at : at + self._step], [self._piece(index, r) for r in range(self._link.size)], self._combine)
+        for message in self._sent:
             message.wait()
+        self._spaces.give(self._space)
 
-    def _piece(self, index: int, peer: int, like: torch.Tensor, at: int, step: int) -> torch.Tensor:
-        assert self._space is not None
-        numel = min(step, like.numel() - at)
-        return self._space[index % 2, peer, : numel * like.element_size()].view(like.dtype)
 
-    def close(self) -> None:
-        """Ends the thread once its jobs are over, unless they never are."""
-        self._jobs.put(None)
-        self._thread.join(timeout=10)
+class SumForAll:
+    """An all-reduce under way: `wait` sets `x` [N], on every rank, to the sum or the largest of every rank's."""
+
+    def __init__(self, link: Link, spaces: Spaces, x: torch.Tensor, name: str, largest: bool) -> None:
+        self._parts, self._link, self._name = list(x.tensor_split(link.size)), link, f"{name}, summed"
+        self._own = self._parts[link.rank]
+        self._sum = Sum(link, spaces, self._parts, self._own, name, largest)
+
+    def wait(self) -> None:
+        """Raises `Lost`."""
+        self._sum.wait()
+        for message in self._link.gather(self._parts, self._own, self._name):
+            message.wait()
 
 
 def _combine(out: torch.Tensor, pieces: list[torch.Tensor], combine: Callable[..., torch.Tensor]) -> None:

@@ -1,7 +1,7 @@
 """One rank's view of all ranks: collectives that say who is late or gone, and small values shared.
 
 torch.distributed is met in this package alone, and only where there are several ranks. On CPUs collectives are messages between ranks
-(`link.py`) and sums in the order of ranks (`sums.py`); on CUDA they are NCCL's.
+(`link.py`) and sums in the order of ranks (`sums.py`), made by whoever waits for them; on CUDA they are NCCL's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,7 +21,7 @@ import torch
 
 from offload.dist.board import Board
 from offload.dist.link import Link, Lost
-from offload.dist.sums import Summer
+from offload.dist.sums import Spaces, Sum, SumForAll
 from offload.errors import ConfigError, RankError
 
 TIMEOUT = 600.0  # seconds
@@ -53,13 +54,15 @@ class World:
     """Rank `rank` of `size`; `local_rank` of `local_size` on this machine.
 
     `moved` counts by kind the bytes that this rank must receive by the book: (n-1)/n of the whole buffer, for an all-reduce twice that.
-    Collectives of one name must be begun in one order on all ranks; with gloo those of different names need not be.
+    Collectives of one name must be begun in one order on all ranks; on CPUs those of different names need not be, but each thread must wait for its
+    reductions in one order. Any thread may begin them, while `share` and what is made of it are one thread's at a time.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
         self.local_rank, self.local_size = 0, 1
         self.moved: dict[str, int] = dict.fromkeys(KINDS, 0)
+        self._counting = threading.Lock()
         self._closed, self._owner, self._group = False, False, None  # type: tuple[bool, bool, Any]
 
     @classmethod
@@ -121,7 +124,7 @@ class World:
             work = self._work(name, lambda: [dist.reduce_scatter_tensor(out, full, group=self._reduces, async_op=True)])
             work._then = (lambda: own.copy_(out)) if out is not own else None
             return work
-        return self._work(name, lambda: [self._summer.reduce_scatter(own, full, name)])
+        return self._work(name, lambda: [Sum(self._sum_link, self._spaces, list(full.view(self.size, -1)), own, name)])
 
     def all_reduce(self, x: torch.Tensor, what: str, op: Literal["sum", "max"] = "sum") -> Work:
         """Starts to set `x`, contiguous, to the sum or the largest over ranks, of the same bits on all; sums as in `reduce_scatter`."""
@@ -134,7 +137,7 @@ class World:
 
             operation = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
             return self._work(name, lambda: [dist.all_reduce(x, operation, group=self._reduces, async_op=True)])
-        return self._work(name, lambda: [self._summer.all_reduce(x.view(-1), name, op == "max")])
+        return self._work(name, lambda: [SumForAll(self._sum_link, self._spaces, x.view(-1), name, op == "max")])
 
     def share(self, value: Any, what: str = "values") -> list[Any]:
         """Every rank's `value`, as JSON has it (a tuple comes as a list), by rank. Blocks; not for what is large."""
@@ -166,7 +169,6 @@ class World:
         if self.size > 1 and not self._closed:
             self._closed = True
             self._board.close()
-            self._summer.close()
             if self._owner:
                 import torch.distributed as dist
 
@@ -189,13 +191,13 @@ class World:
             return dist.new_group(ranks, timeout=_patience(), backend=backend, use_local_synchronization=True)
 
         self._gathers, self._reduces = (group("cpu:gloo,cuda:nccl" if nccl else "gloo") for _ in range(2))
-        self._gather_link, reduce_link, self._talk = (
+        self._gather_link, self._sum_link, self._talk = (
             Link(g, self.rank, self.size, self._timeout) for g in (self._gathers, self._reduces, group("gloo"))
         )  # fmt: skip
-        self._links = [self._gather_link, reduce_link, self._talk]
+        self._links = [self._gather_link, self._sum_link, self._talk]
         store = PrefixStore(f"offload/{_connected[0]}/{ranks}", _get_default_store())
         self._board = Board(store, self.rank, min(_NOTED, self._timeout / 4), self._cut)
-        self._summer = Summer(reduce_link)
+        self._spaces = Spaces(self.size)
         hosts = self.share(os.environ.get("GROUP_RANK") or socket.gethostname(), "names of machines")
         self.local_rank, self.local_size = hosts[: self.rank].count(hosts[self.rank]), hosts.count(hosts[self.rank])
 
@@ -204,7 +206,8 @@ class World:
             link.cut()
 
     def _count(self, kind: str, buffer: torch.Tensor) -> None:
-        self.moved[kind] += buffer.nbytes * (self.size - 1) // self.size * (2 if kind == "all_reduce" else 1)
+        with self._counting:
+            self.moved[kind] += buffer.nbytes * (self.size - 1) // self.size * (2 if kind == "all_reduce" else 1)
 
     def _work(self, name: str, start: Callable[[], Sequence[_Waitable]]) -> Work:
         self._board.at = f"the {name}"

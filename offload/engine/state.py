@@ -241,6 +241,30 @@ class State:
             out = self._empty(part.numel(where.numel), DTYPES[part.dtype], "optimizer")
             yield self._assemble(record, "optimizer", self._read_part(record, role, where, out) if self._rests(record, where) else out)
 
+    def own(self, record: Record) -> tuple[int, int]:
+        """The elements of a parameter that this rank saves, first and behind the last: its share, whatever rests here besides."""
+        flat = self.units[record.unit].layout.flats[record.flat]
+        first = max(0, self._share.rank * flat.share - record.offset)
+        return first, max(first, min(record.numel, (self._share.rank + 1) * flat.share - record.offset))
+
+    def stream_own(self, record: Record, role: str, stored: bool) -> Iterator[tuple[int, torch.Tensor]]:
+        """As `stream`, or `stream_stored`, of the elements of `own`: each tensor with the number of its first in the whole. No collective."""
+        self._before(record, True)
+        first, stop = self.own(record)
+        if role == "value":
+            for _, piece in record.slices:
+                begin, end = max(piece.start, first), min(piece.stop, stop)
+                if begin < end:
+                    yield begin, self._read_own(record, begin, end)
+            return
+        for where in self._stretches(record, first, stop):
+            if stored:
+                yield self.form.part(role).numel(where.first), self._read_part(record, role, where)
+                continue
+            out = torch.empty(where.numel, dtype=torch.float32)
+            self._read(record, role, where, out)
+            yield where.first, out
+
     def write_stored(self, record: Record, role: str, read: Callable[[torch.Tensor], None]) -> None:
         """Stores a whole part of the state, of which `read` fills one tensor after another, as it is."""
         self._before(record, False)

@@ -22,7 +22,7 @@ from offload.dist.world import World
 from offload.errors import ConfigError, OffloadError
 from offload.observe import base
 from offload.observe.metrics import MetricsWriter
-from offload.planner.cost import Traffic
+from offload.planner.cost import Traffic, traffic_of
 from offload.planner.placement import Plan
 from offload.train import loss, model
 from offload.train.checkpoints import Checkpoints, fixed, position, random_states, seed_of, set_random_states
@@ -94,6 +94,7 @@ class Trainer:
         self._scaled = "fp16" in (config.precision.compute, config.precision.grad)
         self._scaler = torch.amp.GradScaler("cuda" if self._device == "cuda" else "cpu", enabled=self._scaled)
         self._said_small = False
+        self._runs_early = config.updates_value(world.size) == "backward"
         self._checkpoints = Checkpoints(path / CHECKPOINTS)
         self._records: list[dict[str, Any]] = []  # of the whole run; on other ranks than the first, of what they trained
         self._done = 0  # steps of the whole run
@@ -111,12 +112,13 @@ class Trainer:
         wait = closing.enter_context(_sequences(config, vocab_size, self._path, self._world))
         toy = model.Toy(model_config, torch.float16 if config.precision.compute == "fp16" else torch.bfloat16)
         base.measure(toy.step)
+        in_chunks = self._world.broadcast(toy.in_chunks, what="how the loss is taken")
         self._source, self._held_out, self._held_out_count = wait()
         if not self._held_out_count and data.eval_sequences:
             self._reporter.note("no held-out text, so nothing is evaluated")
 
-        planned = model.plan(model_config, config, self._device, toy.in_chunks)
-        self._estimate = self._measured(model_config, planned, toy.in_chunks)
+        planned = model.plan(model_config, config, self._device, in_chunks, ranks=self._world.size, rank=self._world.rank)
+        self._estimate = self._measured(model_config, planned, in_chunks)
         torch.manual_seed(seed_of(config.train.seed, self._world.rank))
         self._model: Any = offload.prepare(
             model.build(model_config),
@@ -126,7 +128,8 @@ class Trainer:
             activations=config.train.activations,
             batch=planned.batch,
             accumulate=config.data.accumulate,
-            updates=config.updates_value(),
+            updates=config.updates_value(self._world.size),
+            stage=config.train.stage,
             plan=planned,
             seed=config.train.seed,
         )
@@ -144,7 +147,7 @@ class Trainer:
             self._resume(checkpoint)
         if config.precision.compute == "fp16" and self._device != "cuda":
             self._reporter.note("fp16 on a CPU is for trials: most have no fp16 arithmetic, and bf16 is several times as fast")
-        self._head: nn.Linear | None = loss.plain_head(self._model) if toy.in_chunks else None
+        self._head: nn.Linear | None = loss.plain_head(self._model) if in_chunks else None
         if self._head is None:
             why = f" (a small model of the kind: {toy.trouble})" if toy.trouble else ""
             self._reporter.note(f"{model_config.model_type}: the loss is computed from all logits at once{why}")
@@ -182,7 +185,7 @@ class Trainer:
         plan, direct, accumulate = self._runtime.plan, self._device == "cpu", self._config.data.accumulate
         early = None
         if self._estimate is not None:
-            early = self._estimate.early(plan, direct=direct, accumulate=accumulate) if self._config.updates_value() == "backward" else 0
+            early = self._estimate.early(plan, direct=direct, accumulate=accumulate) if self._runs_early else 0
         early = self._world.broadcast(early, what="how many units are updated early")
         if early is not None:
             self._runtime.start_early(early)
@@ -388,11 +391,9 @@ class Trainer:
         }
 
     def _of_ranks(self, counters: Mapping[str, Any]) -> dict[str, Any]:
-        """What a summary has of all ranks: the peaks of the worst, and every one's state; nothing where there is one."""
+        """What a summary has of all ranks: the peaks of the worst, and every one's state."""
         world = self._world
-        if world.size == 1:
-            return {}
-        shared = world.share([counters["peak_bytes"], counters["state_bytes_of_rank"]], "the peaks")
+        shared = world.share([counters["peak_bytes"], counters["state_bytes_per_rank"]], "the peaks")
         return {
             "ranks": world.size,
             "stage": self._config.train.stage,
@@ -405,11 +406,10 @@ class Trainer:
         steps = self._done - int(self._resumed["step"])
         if self._estimate is None or not steps:
             return dict.fromkeys(("bound_step_seconds", "limiting_link"))
-        plan = self._runtime.plan
+        plan, accumulate = self._runtime.plan, self._config.data.accumulate
+        updated = traffic_of(plan, direct=self._device == "cpu", accumulate=accumulate).updated
         links = {link: moved[link] // steps for link in ("nvme_read", "nvme_write", "h2d", "d2h")}
-        return self._estimate.bound(
-            Traffic(**links, updated=plan.trained), recompute=plan.recomputes, accumulate=self._config.data.accumulate
-        )
+        return self._estimate.bound(Traffic(**links, updated=updated), recompute=plan.recomputes, accumulate=accumulate)
 
 
 def _start(directory: RunDirectory, config: RunConfig, resume: bool, world: World, reporter: Reporter) -> dict[str, Any]:

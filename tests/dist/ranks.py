@@ -20,7 +20,7 @@ LONG = 300  # seconds that nothing takes
 def job(script: str, ranks: int, *args: str, env: dict[str, str] | None = None) -> Iterator[tuple[list[subprocess.Popen[str]], dist.TCPStore]]:
     """Runs `script` on each rank, and kills what is left of it afterwards."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = {**os.environ, **(env or {}), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks)}
+    common = {**os.environ, **(env or {}), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks)}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     processes = [
         subprocess.Popen(
