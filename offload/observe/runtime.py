@@ -53,7 +53,7 @@ class Runtime:
         return {
             "parameters": e.plan.parameters,
             "state_bytes": e.plan.state_bytes,
-            "state_bytes_of_rank": e.plan.state_bytes_per_rank,
+            "state_bytes_per_rank": e.plan.state_bytes_per_rank,
             "base_bytes": base,
             "budget_bytes": {t: b.capacity for t, b in e.budgets.items()},
             "peak_bytes": held | {"rss": peak_rss},

@@ -135,7 +135,7 @@ def train(
             "state_dict": _hash(model.state_dict().items()),
             "moments": _hash((f"{i}{k}", v[k]) for i, v in optimizer.state_dict()["state"].items() for k in ("exp_avg", "exp_avg_sq")),
             "moved": moved,
-            "held": runtime.stats().get("state_bytes_of_rank"),
+            "held": runtime.stats().get("state_bytes_per_rank"),
             "state_bytes": runtime.stats()["state_bytes"],
             "fetches": engine.slots.counters.fetches,
             "flat_bytes": sum(f.numel * 4 for u in engine.plan.layouts for f in u.flats),
