@@ -382,7 +382,7 @@ class Gradients:
         self.flush()
         for unit in self.units:
             for i, old in enumerate(unit.gradients):
-                if not old.rests:
+                if not old.tier:
                     continue
                 new = reshard(unit, i)
                 raw = torch.empty(old.nbytes, dtype=torch.uint8)
@@ -414,7 +414,7 @@ class Gradients:
         trained = self.units[record.unit].layout.trained
         assert trained is not None
         for chunk, piece in record.slices:
-            if not self.units[record.unit].gradients[chunk].rests:
+            if not self.units[record.unit].gradients[chunk].tier:
                 continue
             yield chunk, (piece.offset - trained.chunks[chunk].start) * self.dtype.itemsize, piece.start, piece.stop
 

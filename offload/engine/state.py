@@ -102,7 +102,7 @@ class State:
         return unit.states[where.chunk], self.form.at(role, unit.layout.trained.chunks[where.chunk].numel, where.at)
 
     def _rests(self, record: Record, where: _Stretch) -> bool:
-        return self.units[record.unit].states[where.chunk].rests
+        return bool(self.units[record.unit].states[where.chunk].tier)
 
     def _read_part(self, record: Record, role: str, where: _Stretch, out: torch.Tensor | None = None) -> torch.Tensor:
         """A part of the state as it is stored, which rests here."""

@@ -64,13 +64,8 @@ class Shard:
 
     @classmethod
     def absent(cls) -> Shard:
-        """In place of one that rests on another rank: of no bytes."""
+        """In place of one that rests on another rank: of no bytes, and no tier."""
         return cls("", 0, memory=torch.empty(0, dtype=torch.uint8))
-
-    @property
-    def rests(self) -> bool:
-        """Whether it rests here."""
-        return bool(self.tier)
 
     def address(self, start: int = 0) -> int:
         """Where byte `start` lies in RAM; only for shards that rest in memory."""
