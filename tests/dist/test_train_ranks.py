@@ -99,7 +99,10 @@ def test_two_ranks_train_as_one_does_on_the_same_sequences(alone: dict[str, Any]
     parameters = alone["parameters"]
     share = {0: 16, 1: 12, 2: 10, 3: 8}[stage]  # fp32: parameter 4, gradient 4, moments 8
     assert len(summary["state_bytes_per_rank"]) == 2
-    assert all(held == pytest.approx(parameters * share, rel=0.1) for held in summary["state_bytes_per_rank"])
+    held = summary["state_bytes_per_rank"]
+    assert sum(held) == 2 * parameters * share and min(held) > 0.7 * parameters * share, (
+        held
+    )  # units are small, and cut at multiples of 4096 elements
     moved = summary["moved_bytes"]
     assert (moved["all_gather"] > 0) == (stage > 0) and (moved["reduce_scatter"] > 0) == (stage > 1), moved
     out = tmp_path / "out"
@@ -177,7 +180,7 @@ def test_checkpoints_go_on_under_another_number_of_ranks_and_another_stage(alone
     assert first["losses"][:2] == whole["losses"][:2] and close(first["losses"], alone["losses"][:3])
     two, _ = on(2, write(tmp_path, stage=2, more=saved), "--resume", "out")
     assert two["losses"][:3] == first["losses"] and close(two["losses"], alone["losses"])
-    _, err = on(2, one, "--resume", "whole", "--set", "train.steps=6", code=1)
+    _, err = on(2, write(tmp_path, batch_size=4, more=saved), "--resume", "whole", "--set", "train.steps=6", code=1)
     assert "data.batch_size is 4 and was 2" in err
     _, err = on(1, write(tmp_path, batch_size=2, more=saved), "--resume", "whole", "--set", "train.steps=6", code=1)
     assert "2 ranks x data.batch_size 2 x data.accumulate 1" in err
