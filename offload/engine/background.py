@@ -175,16 +175,13 @@ class Background:
             if job is None or not job.batch.reached(job.index, False):
                 raise
 
-    def wait_unit(self, unit: int, tell: bool = True) -> None:
-        """Returns when the unit's parameters are, where they rest, what they are to be."""
-        self.wait_own(unit, tell)
-        self.others.wait(unit)
-
-    def wait_own(self, unit: int, tell: bool = True) -> None:
-        """As `wait_unit`, of what this rank updates."""
+    def wait_unit(self, unit: int, tell: bool = True, own: bool = False) -> None:
+        """Returns when the unit's parameters are, where they rest, what they are to be; `own`: those of them that this rank updates."""
         written = self._must_be_written(unit)
         for chunk in list(self._jobs[unit]):
             self.wait(unit, chunk, written, tell)
+        if not own:
+            self.others.wait(unit)
 
     def ready(self, unit: int) -> bool:
         """Whether `wait_unit` would not wait."""

@@ -22,7 +22,7 @@ from offload.engine.atrest import AtRest
 from offload.engine.background import Background
 from offload.engine.build import Found, arena_bytes, make_records, make_shards
 from offload.engine.early import Early
-from offload.engine.gradients import Gradients, expected
+from offload.engine.gradients import Gradients, expected, share
 from offload.engine.initialise import fill_buffers, initial_values
 from offload.engine.record import CODES, DTYPES, Record, Unit
 from offload.engine.reduction import Reduction
@@ -120,11 +120,11 @@ class Engine:
 
     def _build_shared(self, plan: Plan, world: World) -> None:
         """What several ranks need besides."""
-        self.reduction = Reduction(self.units, plan.share, DTYPES[plan.moves], self.device, world, self.gradients.land_reduced)
-        self.gradients.share(self.reduction)
+        self.reduction = share(self.gradients, plan.share, DTYPES[plan.moves], world)
         if plan.share.divides("optimizer") and not plan.share.divides("parameter"):
+            background = self.background
             self.refresh = Refresh(
-                self.units, plan.share, world, self.frames, self.stalls, lambda unit: self.background.wait_own(unit, tell=False)
+                self.units, plan.share, world, self.frames, self.stalls, lambda unit: background.wait_unit(unit, tell=False, own=True)
             )
             self.background.others = self.refresh
 

@@ -24,6 +24,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from offload import _core
+from offload.dist.world import World
 from offload.engine.atrest import AtRest
 from offload.engine.chunk_cache import ChunkCache
 from offload.engine.record import CODES, NORM_BLOCK, Record, Unit
@@ -32,6 +33,7 @@ from offload.engine.sources import Contribution, GradientSource
 from offload.errors import OffloadError
 from offload.memory.shard import Shard, check_process
 from offload.memory.stalls import GRADIENT
+from offload.planner.share import Share
 from offload.transfer.device import Device
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import Transfer
@@ -96,12 +98,6 @@ class Gradients:
         for r in records:
             if r.trained:
                 r.sums = torch.zeros(max(1, -(-r.numel // NORM_BLOCK)), dtype=torch.float64)
-
-    def share(self, reduction: Reduction) -> None:
-        """Gradients are those of several ranks from here on; see [Note: reduction]."""
-        self.reduction = reduction
-        reduction.start = lambda record: self._arrival(record, record.parameter.grad is not None)
-        reduction.landing = self._reducing
 
     def close(self) -> None:
         """Nothing is kept: gradients at rest are gone with the arenas."""
@@ -223,7 +219,7 @@ class Gradients:
         if record.parameter.grad is None:
             record.parameter.grad = AtRest(GradientSource(record, self, entry.generation))
 
-    def land_reduced(self, unit: Unit, host: torch.Tensor, first: int, arrivals: Sequence[Arrival], factor: float) -> None:
+    def _land_reduced(self, unit: Unit, host: torch.Tensor, first: int, arrivals: Sequence[Arrival], factor: float) -> None:
         """Lands `host`, elements of the unit's trained flat from `first` on, times `factor`."""
         for record, accumulate, scale in arrivals:
             if scale != 1.0:
@@ -468,6 +464,15 @@ class Gradients:
         if len(awaited) == len(unit.layout.trained.chunks[chunk].slices):
             del self._awaited[key]
             self._cache.finish(key)
+
+
+def share(gradients: Gradients, plan_share: Share, dtype: torch.dtype, world: World) -> Reduction:
+    """Gradients are those of several ranks from here on, and move between them in `dtype`; see [Note: reduction]."""
+    reduction = Reduction(gradients.units, plan_share, dtype, gradients.device, world, gradients._land_reduced)
+    reduction.start = lambda record: gradients._arrival(record, record.parameter.grad is not None)
+    reduction.landing = gradients._reducing
+    gradients.reduction = reduction
+    return reduction
 
 
 def at_rest(gradients: Gradients, records: Sequence[Record]) -> bool:

@@ -80,7 +80,7 @@ def _hash(tensors: Any) -> str:
 
 def train(
     stage: int = 3, place: str | None = "host", device: str = "cpu", precision: tuple[str, ...] = FP32, clip: float | None = None, accumulate: int = 1,
-    use: str = "all", frozen: bool = False, steps: int = 3, tiers: tuple[str, str] = ("64MiB", "64MiB"), activations: str = "auto",
+    use: str = "all", frozen: bool = False, steps: int = 3, tiers: tuple[str, str] = ("8MiB", "16MiB"), activations: str = "auto",
     meta: bool = False, by_torch: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """What training came to on this rank. One rank does the micro-batches of all of them, one after another.
@@ -120,7 +120,8 @@ def train(
             if clip is not None:
                 norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip) if by_torch else offload.clip_grad_norm_(model, clip)))
             if step == steps - 1:
-                gradients = _hash((n, p.grad) for n, p in model.named_parameters())
+                with runtime.uncounted():
+                    gradients = _hash((n, p.grad) for n, p in model.named_parameters())
             optimizer.step()
             optimizer.zero_grad()
             losses.append(sum(world.share(total)) / world.size)
@@ -138,7 +139,7 @@ def train(
             "held": runtime.stats().get("state_bytes_per_rank"),
             "state_bytes": runtime.stats()["state_bytes"],
             "fetches": engine.slots.counters.fetches,
-            "flat_bytes": sum(f.numel * 4 for u in engine.plan.layouts for f in u.flats),
+            "flat_bytes": sum(f.numel * 4 for u in engine.plan.layouts if "idle" not in u.spec.name for f in u.flats),
             "values": [float(p.detach().clone().double().sum()) for _, p in sorted(model.named_parameters())],
         }
         runtime.close()
