@@ -356,7 +356,7 @@ class Trainer:
                 rows = min(max(count - (group * world.size + world.rank) * size, 0), size)
                 ids = self._ids(self._held_out, group, 0, 1)[: max(rows, 1)]  # one that has none left goes along, as all gather units together
                 total += float(self._loss(ids)) * rows
-            total = sum(world.share(total, f"the held-out loss {when}"))
+            total = math.fsum(world.share(total, f"the held-out loss {when}"))
         self._model.train()
         self._reporter.note(f"held-out loss {when}: {total / count:.4f}")
         return total / count
