@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.config import Precision, Tiers, check_updates, refuse_later
+from offload.config import Precision, Tiers, check_updates
+from offload.dist.world import World
 from offload.engine.build import Found, discover
 from offload.engine.engine import Engine
 from offload.engine.registry import check_unprepared, engine_of
@@ -21,6 +23,7 @@ from offload.planner.boundaries import boundaries
 from offload.planner.demand import Batch
 from offload.planner.layout import UnitSpec
 from offload.planner.placement import Capacities, Plan, human, plan_units
+from offload.planner.share import ALONE, Share
 from offload.transfer.device import CpuDevice, Device, SimDevice
 
 
@@ -77,10 +80,12 @@ def _specs(found: Sequence[Found], precision: Precision) -> list[UnitSpec]:
 def plan(
     model: nn.Module, tiers: Tiers, *, device: str | Device | None = None, precision: Precision | None = None, activations: str = "auto",
     units: Units = "auto", place: dict[str, str] | None = None, batch: tuple[int, int] | Batch | None = None, accumulate: int = 1,
+    ranks: int = 1, rank: int = 0, stage: int = 3,
 ) -> Plan:  # fmt: skip
     """What would go where, without allocating anything; a model on the meta device is enough.
 
-    `batch` is (sequences, tokens) of a micro-batch. Raises `PlanError` where the state does not fit: which tier, need, have, three ways out.
+    `batch` is (sequences, tokens) of a micro-batch. With `ranks`, the plan of one of them under a `stage`; budgets and batch are one rank's.
+    Raises `PlanError` where the state does not fit: which tier, need, have, three ways out.
     """
     precision = precision or Precision()
     specs = _specs(discover(model, units), precision)
@@ -92,7 +97,43 @@ def plan(
         batch=_batch(batch),
         activations=activations,
         accumulate=accumulate,
+        share=_share(ranks, rank, stage),
     )
+
+
+def _share(ranks: int, rank: int, stage: int) -> Share:
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"stage = {stage!r}: give 0 (every rank has everything), 1 (optimizer state is divided), 2 (gradients too) or 3 (all is)")
+    if not 0 <= rank < ranks:
+        raise ConfigError(f"rank {rank} of {ranks} ranks: ranks count from 0")
+    return Share(ranks, rank, stage) if ranks > 1 else ALONE
+
+
+def _world(mesh: Any, device: str | Device | None, updates: str) -> World | None:
+    """The ranks of this run; None where there is one."""
+    kind = _device_kind(device)
+    world = World.current(mesh, "cuda" if kind.name == "cuda" else "cpu")
+    if world.size == 1:
+        return None
+    if updates == "backward":
+        raise ConfigError("updates = 'backward' is not available with several ranks yet: give 'forward'")
+    return world
+
+
+def _agree(world: World, model: nn.Module, made: Plan) -> None:
+    """ConfigError unless all ranks have the same model and plan: each would wait for what others never do."""
+    parameters = [(p.name, p.numel, p.dtype, p.trained) for unit in made.layouts for p in unit.spec.parameters]
+    meta = [name for name, p in model.named_parameters() if p.is_meta]
+    digest = hashlib.blake2b(repr((parameters, meta)).encode(), digest_size=6).hexdigest()
+    world.agree(f"{len(parameters)} parameters ({digest})", "the model (its parameters' names, sizes, dtypes, what is trained and on meta)")
+    chunks = [len(u.trained.chunks) for u in made.layouts if u.trained]
+    facts = {
+        "stage": made.share.stage, "form": repr(made.form), "grad": made.grad, "moves": made.moves, "chunks": chunks, "slots": list(made.slots),
+        "activations": made.activations, "asked": made.asked, "kept": made.kept, "batch known": made.batch is not None,
+        "parameters on": list(made.parameter),
+    }  # fmt: skip
+    for name, value in facts.items():
+        world.agree(value, f"the plan's {name} (budgets and settings are to be the same)")
 
 
 def prepare(
@@ -107,18 +148,21 @@ def prepare(
     of moments kept in fewer bits. `place` fixes roles' tiers: {"parameter" | "gradient" | "optimizer": "device" | "host" | "nvme"}.
     fp16 compute wants the trained parameters in fp32. `updates`: "forward", or "backward": the backward of the last of `accumulate`
     micro-batches starts updates as gradients come to rest, to the same bits; what would come between it and step() is then refused.
-    `batch` is (sequences, tokens) of a micro-batch, so that activations are planned for. Raises `ConfigError`, `PlanError` before anything
-    is allocated, `SwapError`.
+    `batch` is (sequences, tokens) of a micro-batch, so that activations are planned for.
+
+    Under torchrun, or with a `mesh` (a 1-D DeviceMesh), all ranks call this with the same model; values are rank 0's. Gradients are means over ranks.
+    `stage`: what is divided among them: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. Names, shapes and values at rest stay whole:
+    to read what is divided is a collective, which all ranks call in one order; what is written is given alike on all. Budgets are each rank's.
+    Raises `ConfigError`, `PlanError` before anything is allocated, `SwapError`; `RankError` when another rank is gone.
     """
     precision = precision or Precision()
-    refuse_later(stage=stage)
     check_updates(updates, precision)
-    if mesh is not None:
-        raise ConfigError("mesh: several ranks are not available in this version; leave it out")
+    world = _world(mesh, device, updates)
     check_unprepared(model)
     found = discover(model, units)
     if not any(f.members for f in found):
         raise ConfigError(f"{type(model).__name__} has no parameters to prepare")
+    share = _share(world.size, world.rank, stage) if world is not None else _share(1, 0, stage)
     target = make_device(device)
     try:
         specs = _specs(found, precision)
@@ -130,13 +174,18 @@ def prepare(
             batch=_batch(batch),
             activations=activations,
             accumulate=accumulate,
+            share=share,
         )
+        if made.share != share:
+            raise ConfigError(f"plan is for {_of(made.share)}, and this is {_of(share)}: make it with plan(..., ranks=, rank=, stage=)")
+        if world is not None:
+            _agree(world, model, made)
         own = _own_bytes(model)
-        _check_machine(own, made, target)
+        _check_machine(own, made, target, world)
         target.in_flight_bytes_most = made.working.in_flight
         target.resident_bytes_most = base_bytes(unknown=own) + made.peak_bytes["host"] + tiers.device
         target.keep(made.surge_bytes, made.free_bytes)
-        Engine(model, found, made, tiers, target, seed, accumulate if updates == "backward" else 0)
+        Engine(model, found, made, tiers, target, seed, accumulate if updates == "backward" else 0, world)
     except BaseException:
         target.close()
         raise
@@ -148,14 +197,23 @@ def _own_bytes(model: nn.Module) -> int:
     return max(0, resident_bytes() - sum(p.nbytes for p in model.parameters() if p.device.type == "cpu"))
 
 
-def _check_machine(own: int, made: Plan, device: Device) -> None:
-    """Refuses before allocating what this machine or its container cannot hold beside the process's `own` bytes."""
+def _of(share: Share) -> str:
+    return f"rank {share.rank} of {share.ranks} at stage {share.stage}" if share.ranks > 1 else "one rank"
+
+
+def _check_machine(own: int, made: Plan, device: Device, world: World | None) -> None:
+    """Refuses before allocating what this machine or its container cannot hold beside the process's `own` bytes, or all its ranks' together."""
     limits = host_limits()
-    peak = made.peak_bytes
+    peak, usable, whose = made.peak_bytes, limits.usable, "this process's own"
     need = peak["host"] + (peak["device"] if device.name != "cuda" else 0) + max(own, base_bytes(unknown=0))
-    if need > limits.usable:
+    if world is not None:  # all have looked before any allocates
+        others = world.local_size - 1
+        usable = min(usable + others * resident_bytes(), limits.cgroup if limits.cgroup is not None else usable + others * resident_bytes())
+        need = max(world.share(need, "memory needed")) * world.local_size
+        whose = f"its {world.local_size} processes' own"
+    if need > usable:
         raise PlanError(
-            f"the machine is short: the plan's memory and this process's own come to {human(need)}; usable here are {human(limits.usable)}"
+            f"the machine is short: the plan's memory and {whose} come to {human(need)}; usable here are {human(usable)}"
             f"{' (memory cgroup)' if limits.cgroup is not None and limits.cgroup <= limits.available else ''}. "
             "Ways out: lower the host budget and name a directory under tiers.nvme; use a smaller batch "
             'or activations = "recompute"; free memory or raise the limit.'

@@ -185,12 +185,6 @@ def check_updates(updates: str, precision: Precision) -> None:
         )
 
 
-def refuse_later(*, stage: int = 3) -> None:
-    """Raises `ConfigError` for a value that the schema knows and this version cannot do."""
-    if stage != 3:
-        raise ConfigError(f"train.stage = {stage!r} is not available in this version: stages need several ranks; leave it out")
-
-
 Size = Annotated[int, BeforeValidator(parse_size)]
 Sources = Annotated[str | list[str], BeforeValidator(_sources)]
 Disks = Annotated[list[tuple[str, int]], Field(strict=False), BeforeValidator(_disks)]
@@ -330,7 +324,7 @@ class RunConfig(_Table):
         """Reads the TOML file at `path` with `table.key=value` `overrides` on top; paths in it are relative to its directory.
 
         Raises `ConfigError`, one line, for a file that cannot be read, an unknown key (naming the nearest known one), a wrong value,
-        a value that is not available yet, or several ranks.
+        or values that do not go together.
         """
         tables = _read(Path(path))
         for text in overrides:
@@ -369,15 +363,12 @@ class RunConfig(_Table):
         )
 
     def _refuse(self) -> None:
-        if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
-            raise ConfigError("several ranks are not available in this version: start one process")
         check_updates(self.updates_value(), self.precision_value())
         if self.updates_value() == "backward" and self.optimizer.clip is not None:
             raise ConfigError(
                 "train.updates = 'backward' starts updates before the norm of all gradients is known, which optimizer.clip needs: "
                 "leave one of the two out"
             )
-        refuse_later(stage=self.train.stage)
 
     def tiers_value(self) -> Tiers:
         """The budgets as `prepare` takes them."""
@@ -387,9 +378,10 @@ class RunConfig(_Table):
         """The roles fixed to tiers; None where there are none."""
         return {str(role): str(tier) for role, tier in self.tiers.place.items()} or None
 
-    def updates_value(self) -> Updates:
-        """When updates start: during the backward, unless the run file says otherwise or something needs all gradients first."""
-        needs_all = self.optimizer.clip is not None or "fp16" in (self.precision.compute, self.precision.grad)
+    def updates_value(self, ranks: int = 1) -> Updates:
+        """When updates start: during the backward, unless the run file says otherwise, something needs all gradients first, or there are several
+        ranks."""
+        needs_all = self.optimizer.clip is not None or "fp16" in (self.precision.compute, self.precision.grad) or ranks > 1
         return ("forward" if needs_all else "backward") if self.train.updates == "auto" else self.train.updates
 
     def precision_value(self) -> Precision:

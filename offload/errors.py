@@ -32,3 +32,12 @@ class SwapError(OffloadError, OSError):
 
 class CheckpointError(OffloadError):
     """A checkpoint or a weights file is damaged, missing or does not match the model."""
+
+
+class RankError(OffloadError):
+    """Another rank has failed, is gone or has not come: which, to what, and how long it was waited for.
+
+    `told`: the other rank has said itself what happened to it.
+    """
+
+    told = False

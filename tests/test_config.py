@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.config import Precision, RunConfig, Tiers, check_place, format_size, known_keys, parse_size, precision_of, refuse_later
+from offload.config import Precision, RunConfig, Tiers, check_place, format_size, known_keys, parse_size, precision_of
 from offload.errors import ConfigError
 
 RUN = """
@@ -144,12 +144,9 @@ def test_refusals_name_the_key(run: Path, override: str, says: str) -> None:
     assert says in refusal(run, override)
 
 
-@pytest.mark.parametrize(
-    "override",
-    ["train.stage=1"],
-)
-def test_what_comes_later_is_refused_and_not_ignored(run: Path, override: str) -> None:
-    assert "not available in this version" in refusal(run, override)
+def test_stages(run: Path) -> None:
+    assert [RunConfig.load(run, [f"train.stage={stage}"]).train.stage for stage in range(4)] == [0, 1, 2, 3]
+    assert "train.stage = 4" in refusal(run, "train.stage=4")
 
 
 @pytest.mark.parametrize("mode", ["auto", "keep", "recompute", "host", "nvme"])
@@ -164,21 +161,10 @@ def test_updates_start_in_the_backward_where_nothing_needs_all_gradients(run: Pa
 
     clipped = "optimizer.clip=1.0"
     assert [when(), when(clipped), when("precision.compute=fp16"), when("train.updates=forward")] == ["backward", "forward", "forward", "forward"]
-    assert when("train.updates=backward") == "backward"
+    assert when("train.updates=backward") == "backward" and RunConfig.load(run).updates_value(2) == "forward"
     explicit = "train.updates=backward"
     assert "optimizer.clip" in refusal(run, explicit, clipped) and "fp16" in refusal(run, explicit, "precision.grad=fp16")
     assert "train.updates = 'never'" in refusal(run, "train.updates=never")
-
-
-def test_several_ranks_come_later(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "ranks" in refusal(run)
-
-
-def test_prepare_refuses_the_same_values() -> None:
-    refuse_later(stage=3)
-    with pytest.raises(ConfigError, match="stage"):
-        refuse_later(stage=1)
 
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])

@@ -118,8 +118,8 @@ def test_a_child_tokenizes(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     child = tokenize.Tokenizing(tmp_path, {"train": (spans(tmp_path / "text"), 3), "held-out": ([], 3)}, 4, 0, out)
-    child.wait()
-    rows, none = child.take("train"), child.take("held-out")
+    where = child.wait()
+    rows, none = tokenize.take(where, "train"), tokenize.take(where, "held-out")
     child.close()
     assert sorted(rows.ravel().tolist()) == sorted([1, 2, 3, 1, 2, 1, 2, 3]) and none.shape == (0, 4) and not list(out.iterdir())
 

@@ -51,7 +51,7 @@ def elsewhere(run: Any) -> None:
 
 
 def test_names_are_the_documented_ones() -> None:
-    assert set(CAUSES) == {"fetch", "nvme_read", "nvme_write", "gradient", "update", "staging", "activation"}
+    assert set(CAUSES) == {"fetch", "nvme_read", "nvme_write", "gradient", "update", "staging", "activation", "ranks"}
     assert set(Stalls().seconds()) == set(CAUSES)
 
 

@@ -46,6 +46,9 @@ def test_threads_follow_the_variable_and_the_affinity_and_not_openmp() -> None:
     here = answer("_core.default_threads()")
     assert answer("_core.default_threads()", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1") == here
     assert answer("_core.default_threads()", OFFLOAD_THREADS="7") == "7"
+    assert answer("_core.default_threads()", LOCAL_WORLD_SIZE="1") == here
+    assert answer("_core.default_threads()", LOCAL_WORLD_SIZE="2") == str(max(1, int(here) // 2))
+    assert answer("_core.default_threads()", LOCAL_WORLD_SIZE="1000") == "1"
     for bad in ("0", "-1", "two", "3x", "99999999"):
         assert answer("_core.default_threads()", OFFLOAD_THREADS=bad).startswith("ValueError OFFLOAD_THREADS")
     one = next(iter(os.sched_getaffinity(0)))

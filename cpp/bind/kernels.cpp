@@ -223,7 +223,8 @@ void bind_kernels(py::module_& m) {
   m.attr("BLOCK") = kBlock;
   m.def("simd_level", [] { return name_of(current_level()); }, "The instruction set in use: OFFLOAD_SIMD or the best.");
   m.def("simd_levels", &level_names, "The instruction sets this CPU can run, best first.");
-  m.def("default_threads", &default_threads, "OFFLOAD_THREADS, or the physical cores this process may use.");
+  m.def("default_threads", &default_threads,
+        "OFFLOAD_THREADS, or the physical cores this process may use, its part among ranks.");
   m.def("physical_cores", &physical_cores, arg("cpus"), arg("root") = "");
   m.def("quota_cpus", &quota_cpus, arg("root") = "");
   m.def("land", &bind_land, arg("dst"), arg("dst_dtype"), arg("src"), arg("src_dtype"), arg("n"),

@@ -81,6 +81,12 @@ int asked_threads(const char* text) {
   return static_cast<int>(value);
 }
 
+// Processes of one job on this machine, as torchrun says.
+int local_ranks() {
+  const char* text = std::getenv("LOCAL_WORLD_SIZE");
+  return text ? static_cast<int>(std::clamp(std::strtol(text, nullptr, 10), 1L, long{kThreadsMax})) : 1;
+}
+
 }  // namespace
 
 int physical_cores(const std::set<int>& cpus, const std::string& root) {
@@ -113,7 +119,7 @@ int default_threads() {
     if (asked && *asked) return asked_threads(asked);
     const int cores = physical_cores(affinity());
     const int quota = quota_cpus();
-    return quota > 0 ? std::min(cores, quota) : cores;
+    return std::max(1, (quota > 0 ? std::min(cores, quota) : cores) / local_ranks());
   }();
   return threads;
 }

@@ -6,7 +6,8 @@
 
 namespace offload {
 
-// OFFLOAD_THREADS where it is set, else the physical cores of the affinity mask, bounded by the cgroup's CPU quota.
+// OFFLOAD_THREADS where it is set, else the physical cores of the affinity mask, bounded by the cgroup's CPU quota and
+// divided among a job's processes on this machine (LOCAL_WORLD_SIZE).
 // At least 1; read once, at first use. Throws std::invalid_argument when OFFLOAD_THREADS is not a positive number.
 int default_threads();
 

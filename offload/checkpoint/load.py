@@ -19,8 +19,10 @@ from offload.checkpoint.manifest import STATE, TENSORS, read_manifest, verify
 from offload.checkpoint.modules import extra_state_keys, persistent_buffers, set_extra_states
 from offload.checkpoint.save import PIECE, checked, group_names, stored_moments
 from offload.checkpoint.tensorfile import Entry, read_header
+from offload.dist.world import World
 from offload.engine.engine import Engine
 from offload.engine.record import DTYPE_NAMES, Record
+from offload.engine.registry import engine_of
 from offload.errors import CheckpointError, SwapError, named
 from offload.optim.adam import Adam, check_group
 from offload.planner.form import MOMENTS
@@ -33,10 +35,26 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.o
 
     Training goes on as it would have, to the bit. The model has the same parameters, frozen or not, and the precision the same compute and
     moments; see [Note: what is exact]. Raises `CheckpointError`, and nothing is changed, for a checkpoint that is damaged, newer than this
-    release or of another model, optimizer or precision; `ConfigError`, `SwapError`.
+    release or of another model, optimizer or precision; `ConfigError`, `SwapError`. Of several ranks all call it; the first verifies.
     """
-    verify(Path(directory))
+    world = engine_of(model).world
+    if world is None:
+        verify(Path(directory))
+    else:
+        _verify_for_all(Path(directory), world)
     return restore(Path(directory), model, optimizer)
+
+
+def _verify_for_all(directory: Path, world: World) -> None:
+    trouble: CheckpointError | None = None
+    if world.rank == 0:
+        try:
+            verify(directory)
+        except CheckpointError as error:
+            trouble = error
+    told = world.broadcast(str(trouble) if trouble is not None else None, what=f"the checksums of {directory}")
+    if told is not None:
+        raise trouble or CheckpointError(told)
 
 
 def restore(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:

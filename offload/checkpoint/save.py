@@ -19,7 +19,9 @@ from offload.checkpoint.content import BUFFER, MASTER, OTHER, VALUE, SavedGroup,
 from offload.checkpoint.dtypes import STORED
 from offload.checkpoint.manifest import STATE, TENSORS, Manifest, may_replace
 from offload.checkpoint.modules import extra_states, persistent_buffers
-from offload.checkpoint.tensorfile import arrange, header
+from offload.checkpoint.tensorfile import Entry, arrange, header
+from offload.checkpoint.together import Placed, save_together
+from offload.dist.world import World
 from offload.engine.engine import Engine
 from offload.engine.record import DTYPE_NAMES, DTYPES, Record
 from offload.engine.registry import engine_of, record_of
@@ -31,12 +33,14 @@ PIECE = 1 << 20  # elements moved at once
 
 
 class Held(NamedTuple):
-    """A tensor to write: its values come in flat CPU tensors, in order, each read when it is called."""
+    """A tensor to write: its values come in flat CPU tensors, in order, each read when it is called. `own`: those of this rank, each with the number
+    of its first; else the first rank has all."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: Callable[[], Iterable[Piece]]
+    own: Callable[[], Iterable[tuple[int, torch.Tensor]]] | None = None
 
 
 def save(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None) -> None:
@@ -45,8 +49,9 @@ def save(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.o
 
     `extra`, like the extra state, has None, bool, int, float, str, bytes, list, tuple, dict and tensors; so have the state dicts of schedulers and
     scalers. Gradients are not kept: save after `step()`. The directory is whole or absent, whatever happens; one that was there before stays until
-    it is replaced at once. Memory for a few pieces of at most 8 MiB is taken beside the budgets. Raises `CheckpointError` where it cannot be
-    written, `ConfigError` for a value that cannot be kept and for an optimizer that is not offload.optim's, `SwapError`.
+    it is replaced at once. Of several ranks all call it, with the same arguments, and each writes its part; any number of ranks, under any stage,
+    loads it. Memory for a few pieces of at most 8 MiB is taken beside the budgets. Raises `CheckpointError` where it cannot be written,
+    `ConfigError` for a value that cannot be kept and for an optimizer that is not offload.optim's, `SwapError`.
     """
     save_through(None, directory, model, optimizer, extra)
 
@@ -60,9 +65,20 @@ def save_through(
     if "\0" in str(target):
         raise ConfigError(f"{str(target)!r} can be no directory, as it has a zero byte; save to another")
     state, tensors = _gather(engine, adam, extra)
+    entries, of = arrange((t.name, STORED[t.dtype], t.shape) for t in tensors), {t.name: t for t in tensors}
+    first, ordered = header(entries), [(of[name], entry) for name, entry in entries.items()]
+    nbytes = sum(entry.nbytes for entry in entries.values())
+    if engine.world is not None:
+        save_together(engine.world, target, saving, state.render(), first, nbytes, lambda: _own_pieces(ordered, len(first), engine.world))
+        return
     try:
         with disk.replacing(target, may_replace, saving) as where:
-            _write(where, state, tensors, _room(engine))
+            manifest = Manifest()
+            with ThreadPoolExecutor(READERS, "offload-read") as pool:
+                parts = ahead(pool, (part for tensor, _ in ordered for part in tensor.parts()))
+                manifest.add(where, TENSORS, chain([first], map(_raw, parts)), len(first) + nbytes, _room(engine))
+            manifest.add(where, STATE, [state.render()])
+            manifest.write(where)
     except SwapError:
         raise
     except OSError as error:
@@ -77,20 +93,26 @@ def _room(engine: Engine) -> int:
     return engine.plan.free_bytes if engine.device.compute.type == "cpu" else engine.budgets["host"].free
 
 
-def _write(where: Path, state: SavedState, tensors: list[Held], room: int) -> None:
-    entries = arrange((t.name, STORED[t.dtype], t.shape) for t in tensors)
-    of, first = {t.name: t for t in tensors}, header(entries)
-    manifest = Manifest()
-    with ThreadPoolExecutor(READERS, "offload-read") as pool:
-        parts = ahead(pool, (part for name in entries for part in of[name].parts()))
-        manifest.add(where, TENSORS, chain([first], map(_raw, parts)), len(first) + sum(e.nbytes for e in entries.values()), room)
-    manifest.add(where, STATE, [state.render()])
-    manifest.write(where)
-
-
 def _raw(part: torch.Tensor) -> memoryview:
     data: memoryview = part.view(torch.uint8).numpy().data
     return data
+
+
+def _own_pieces(tensors: Iterable[tuple[Held, Entry]], first: int, world: World | None) -> Iterator[Placed]:
+    """What this rank writes of tensors that begin at byte `first`."""
+    for tensor, entry in tensors:
+        if tensor.own is None and world is not None and world.rank:
+            continue
+        for at, part in tensor.own() if tensor.own is not None else _counted(tensor.parts()):
+            yield first + entry.start + at * tensor.dtype.itemsize, _raw(part)
+
+
+def _counted(pieces: Iterable[Piece]) -> Iterator[tuple[int, torch.Tensor]]:
+    at = 0
+    for piece in pieces:
+        part = piece()
+        yield at, part
+        at += part.numel()
 
 
 def checked(model: nn.Module, optimizer: torch.optim.Optimizer, doing: str) -> tuple[Engine, Adam]:
@@ -169,12 +191,18 @@ def _encoded(encoder: Encoder, value: dict[str, Any], where: str) -> dict[str, A
 
 
 def _of_parameter(engine: Engine, record: Record, moved: bool) -> Iterator[Held]:
+    state = engine.state
+
+    def held(prefix: str, role: str, dtype: torch.dtype, shape: tuple[int, ...], *, stored: bool = False) -> Held:
+        whole = state.stored_pieces if stored else state.pieces
+        return Held(f"{prefix}/{record.name}", dtype, shape, lambda: whole(record, role), lambda: state.stream_own(record, role, stored))
+
     if not record.trained:
-        yield Held(f"{VALUE}/{record.name}", record.dtype, tuple(record.shape), lambda: engine.state.pieces(record, "value"))
+        yield held(VALUE, "value", record.dtype, tuple(record.shape))
         return
-    yield Held(f"{MASTER}/{record.name}", torch.float32, tuple(record.shape), lambda: engine.state.pieces(record, "master"))
+    yield held(MASTER, "master", torch.float32, tuple(record.shape))
     for role, dtype, shape in stored_moments(engine, record) if moved else ():
-        yield Held(f"{role}/{record.name}", dtype, shape, lambda role=role: engine.state.stored_pieces(record, role))  # type: ignore[misc]
+        yield held(role, role, dtype, shape, stored=True)
 
 
 def stored_moments(engine: Engine, record: Record) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:

@@ -57,8 +57,10 @@ def plan(
     run: Annotated[str | None, typer.Argument(metavar="[RUN.toml]", help="the run file to plan for")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE ...", help="replaces a key of the run file")] = None,
     params: Annotated[float | None, typer.Option(help="number of parameters, instead of a run file: arithmetic alone (--set precision.*)")] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="with --params")] = 1,
-    stage: Annotated[int, typer.Option(min=0, max=3, help="with --params: 1 divides optimizer state, 2 gradients too, 3 parameters too")] = 3,
+    ranks: Annotated[int, typer.Option(min=1, help="how many train together; figures are one's")] = 1,
+    stage: Annotated[
+        int | None, typer.Option(min=0, max=3, help="of several ranks: 1 divides optimizer state, 2 gradients too, 3 parameters too (the default)")
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Say what would go where, or what a number of parameters needs."""
@@ -139,7 +141,8 @@ for _name, _text in {
     _later(_name, _text)
 
 
-def _fail(text: object) -> int:
+def fail(text: object) -> int:
+    """Says what went wrong; the exit code for it."""
     print(f"error: {' '.join(str(text).split())}", file=sys.stderr)
     return 2
 
@@ -150,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(app(args=argv, prog_name="offload", standalone_mode=False) or 0)
     except OffloadError as error:
-        return _fail(error)
+        return fail(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -158,4 +161,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         usage = getattr(error, "format_message", None)  # typer's, which shows no common base across its versions
         if usage is None:
             raise
-        return _fail(usage())
+        return fail(usage())

@@ -33,7 +33,7 @@ def _arithmetic(params: float, ranks: int, stage: int, precision: Precision) -> 
     }
 
 
-def _placement(run: str, overrides: Sequence[str]) -> dict[str, Any]:
+def _placement(run: str, overrides: Sequence[str], ranks: int) -> dict[str, Any]:
     config = RunConfig.load(run, overrides)
     import torch
 
@@ -47,10 +47,10 @@ def _placement(run: str, overrides: Sequence[str]) -> dict[str, Any]:
     toy = model.Toy(model_config)
     toy.step()
     device = compute_device(config.train.device)
-    made = model.plan(model_config, config, device, toy.in_chunks)
+    made = model.plan(model_config, config, device, toy.in_chunks, ranks=ranks)
     direct, accumulate = device == "cpu", config.data.accumulate
     found = estimate(model_config, config, made, toy.in_chunks, torch.device("cuda" if device == "cuda" else "cpu"))
-    backward = config.updates_value() == "backward"
+    backward = config.updates_value(ranks) == "backward"
     made = found.fastest(made, direct=direct, accumulate=accumulate, early=backward)
     early = found.early(made, direct=direct, accumulate=accumulate) if backward else 0
     traffic = traffic_of(made, direct=direct, accumulate=accumulate, taken=taken(made, found.order, early))
@@ -60,7 +60,8 @@ def _placement(run: str, overrides: Sequence[str]) -> dict[str, Any]:
         **found.bound(traffic, recomputed=made.recomputed, accumulate=accumulate),
         "written_bytes_per_step": traffic.nvme_write,
         "state_bytes": made.state_bytes,
-        "state_bytes_per_rank": made.state_bytes,
+        "state_bytes_per_rank": made.state_bytes_per_rank,
+        **({"ranks": ranks, "stage": config.train.stage} if ranks > 1 else {}),
         "budget_bytes": config.tiers_value().budget_bytes(),
         "peak_bytes": made.peak_bytes,
         "activations": made.activations,
@@ -74,6 +75,7 @@ def _text(result: dict[str, Any]) -> str:
     lines = [f"{result['parameters'] / 1e9:.3g} billion parameters, state {format_size(result['state_bytes'])}"]
     if "ranks" in result:
         lines.append(f"{format_size(result['state_bytes_per_rank'])} a rank on {result['ranks']} at stage {result['stage']}")
+    if "placement" not in result:
         lines.append(f"up to {format_size(result['written_bytes_per_step'])} written a step and rank, where all of it rests on NVMe")
         return "\n".join(lines)
     lines += [f"{tier}: {format_size(result['peak_bytes'][tier])} of {format_size(have)}" for tier, have in result["budget_bytes"].items()]
@@ -87,12 +89,15 @@ def _text(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def plan_command(run: str | None, overrides: Sequence[str], params: float | None, ranks: int, stage: int, as_json: bool) -> int:
-    """Prints the plan of a run file, or arithmetic for `params`, with `overrides` of precision."""
+def plan_command(run: str | None, overrides: Sequence[str], params: float | None, ranks: int, stage: int | None, as_json: bool) -> int:
+    """Prints the plan of a run file, of one of so many ranks, or arithmetic for `params`, with `overrides` of precision."""
     if run is not None and params is not None and "=" in run:
         overrides, run = [*overrides, run], None  # `--set a=1 b=2`: the second is no run file
     if (run is None) == (params is None):
         raise ConfigError("give either a run file or --params")
-    result = _placement(run, overrides) if run is not None else _arithmetic(float(params or 0), ranks, stage, precision_of(overrides))
+    if run is not None:
+        result = _placement(run, overrides if stage is None else [*overrides, f"train.stage={stage}"], ranks)
+    else:
+        result = _arithmetic(float(params or 0), ranks, 3 if stage is None else stage, precision_of(overrides))
     emit(result, as_json, _text)
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -11,8 +12,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from offload.cli.app import emit
+from offload.cli.app import emit, fail
 from offload.config import RunConfig, format_size
+from offload.errors import OffloadError, RankError
+
+
+def _rank() -> int | None:
+    """This process's among several that torchrun has started; None where it is alone."""
+    return int(os.environ.get("RANK") or 0) if os.environ.get("WORLD_SIZE", "") not in ("", "0", "1") else None
 
 
 @contextmanager
@@ -21,8 +28,9 @@ def _signals() -> Iterator[Callable[[], int]]:
     came: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        with suppress(OSError):  # not print(): the thread that this interrupts may be within one
-            os.write(2, b"stopping at once\n" if came else b"stopping after this step; once more to stop at once\n")
+        if not _rank():
+            with suppress(OSError):  # not print(): the thread that this interrupts may be within one
+                os.write(2, b"stopping at once\n" if came else b"stopping after this step; once more to stop at once\n")
         if came:
             raise KeyboardInterrupt
         came.append(number)
@@ -58,9 +66,22 @@ def _saved(summary: dict[str, Any]) -> bool:
     return bool(summary["checkpoint"] == f"step-{summary['steps']:08d}")
 
 
+def _say(error: BaseException) -> None:
+    """What ends this rank of several, before the others hear of it and torchrun ends this one; those that were told leave the telling to it."""
+    if isinstance(error, RankError) and error.told:
+        return
+    if isinstance(error, OffloadError):
+        fail(f"rank {_rank()}: {error}")
+    elif isinstance(error, Exception):
+        traceback.print_exception(error)
+
+
 def train_command(run: str, overrides: Sequence[str], out: str | None, resume: str | None, as_json: bool) -> int:
-    """Trains as the run file says; the exit code is 0, or 128 + the signal that ended the run before its last step was saved."""
-    config = RunConfig.load(run, overrides)
+    """Trains as the run file says; the exit code is 0, or 128 + the signal that ended the run before its last step was saved.
+
+    Of several ranks each trains its part, and the first alone says what came of it.
+    """
+    config, rank = RunConfig.load(run, overrides), _rank()
     with _signals() as came:
         import transformers
 
@@ -68,6 +89,14 @@ def train_command(run: str, overrides: Sequence[str], out: str | None, resume: s
 
         transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         warnings.filterwarnings("ignore", category=FutureWarning)
-        summary = train(config, resume or out or str(Path("runs") / Path(run).stem), resume=resume is not None, stopped=lambda: came() != 0)
-        emit(summary, as_json, _text)
-        return 128 + came() if summary["interrupted"] and not _saved(summary) else 0
+        where = resume or out or str(Path("runs") / Path(run).stem)
+        if rank is None:
+            summary = train(config, where, resume=resume is not None, stopped=lambda: came() != 0)
+        else:
+            try:
+                summary = train(config, where, resume=resume is not None, stopped=lambda: came() != 0, failing=_say)
+            except Exception as error:
+                return 2 if isinstance(error, OffloadError) else 1
+        if not rank:
+            emit(summary, as_json, _text)
+        return 128 + (came() or signal.SIGTERM) if summary["interrupted"] and not _saved(summary) else 0

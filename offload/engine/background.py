@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -63,6 +63,22 @@ class _Job:
     updated: bool = False
 
 
+class Others(Protocol):
+    """What other ranks update of parameters that rest here too, and bring."""
+
+    def wait(self, unit: int) -> None: ...
+
+    def done(self, unit: int) -> bool: ...
+
+
+class _NoOthers:
+    def wait(self, unit: int) -> None:
+        return None
+
+    def done(self, unit: int) -> bool:
+        return True
+
+
 class Background:
     """The jobs of all steps that may not be done, by unit and chunk."""
 
@@ -78,6 +94,7 @@ class Background:
         self._seconds: dict[str, float] = {}
         self._error: SwapError | None = None
         self._told = False
+        self.others: Others = _NoOthers()
 
     def start(self, hyper: np.ndarray[Any, Any], order: Sequence[int]) -> None:
         """Submits the updates of one step, those of units that are computed first before others. `hyper` is copied."""
@@ -200,21 +217,24 @@ class Background:
             if job is None or not job.batch.reached(job.index, False):
                 raise
 
-    def wait_unit(self, unit: int, tell: bool = True) -> None:
-        """Returns when the unit's parameters are, where they rest, what they are to be."""
+    def wait_unit(self, unit: int, tell: bool = True, own: bool = False) -> None:
+        """Returns when the unit's parameters are, where they rest, what they are to be; `own`: those of them that this rank updates."""
         if self._resident.has(unit):
             self._resident.wait(unit)
             return
         written = self._must_be_written(unit)
         for chunk in list(self._jobs[unit]):
             self.wait(unit, chunk, written, tell)
+        if not own:
+            self.others.wait(unit)
 
     def ready(self, unit: int) -> bool:
         """Whether `wait_unit` would not wait."""
         if self._resident.has(unit):
             return self._resident.ready(unit)
         written = self._must_be_written(unit)
-        return all((j.updated and not written) or j.batch.reached(j.index, written) for j in list(self._jobs[unit].values()))
+        jobs = list(self._jobs[unit].values())
+        return self.others.done(unit) and all((j.updated and not written) or j.batch.reached(j.index, written) for j in jobs)
 
     def _must_be_written(self, unit: int) -> bool:
         return bool(self._jobs[unit]) and self._units[unit].parameters[0].memory is None

@@ -17,6 +17,7 @@ from offload.memory.shard import Shard
 from offload.memory.swap import SwapSpace
 from offload.planner.layout import ParameterSpec, UnitSpec
 from offload.planner.placement import Plan, chunks_of, gradient_chunk_bytes
+from offload.planner.share import ABSENT
 
 
 @dataclass
@@ -48,6 +49,8 @@ class Found:
 
 def _spec(member: Member) -> ParameterSpec:
     p = member.parameter
+    if hasattr(p, "placements"):
+        raise ConfigError(f"parameter {member.name} is a DTensor, which is not supported yet: prepare the model before it is divided, or without")
     if p.dtype not in DTYPE_NAMES:
         raise ConfigError(f"parameter {member.name} is {p.dtype}, which is not supported")
     if p.requires_grad and p.dtype == torch.float64:
@@ -123,16 +126,18 @@ def make_records(found: Sequence[Found], plan: Plan) -> tuple[list[Unit], list[R
 
 
 def make_shards(units: Sequence[Unit], plan: Plan, host: Arena, device: Arena, space: SwapSpace | None) -> None:
-    """Takes every shard's bytes from its tier."""
+    """Takes every shard's bytes from its tier; what rests on another rank is `Shard.absent()`."""
 
     def take(tier: str, nbytes: int) -> Shard:
+        if tier == ABSENT:
+            return Shard.absent()
         if tier == "nvme":
             assert space is not None
             return Shard(tier, nbytes, extent=space.allocate(nbytes), space=space)
         return Shard(tier, nbytes, memory=(host if tier == "host" else device).take(nbytes))
 
     for u, unit in enumerate(units):
-        unit.parameters = [take(plan.parameter[u], f.nbytes) for f in unit.layout.flats]
+        unit.parameters = [take(plan.parameter[u], plan.share.parameter_bytes(f)) for f in unit.layout.flats]
         chunks = chunks_of(unit.layout)
         unit.gradients = [take(t, gradient_chunk_bytes(c, plan.grad)) for t, c in zip(plan.gradient[u], chunks, strict=True)]
         unit.states = [take(t, plan.form.record_bytes(c.numel)) for t, c in zip(plan.state[u], chunks, strict=True)]

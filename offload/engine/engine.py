@@ -16,14 +16,18 @@ from torch import nn
 
 from offload import _core
 from offload.config import Tiers
+from offload.dist.collectives import same
+from offload.dist.world import World
 from offload.engine.activations import Activations, Pool
 from offload.engine.atrest import AtRest
 from offload.engine.background import Background
 from offload.engine.build import Found, arena_bytes, make_records, make_shards
 from offload.engine.early import Early
-from offload.engine.gradients import Gradients, check_sums
+from offload.engine.gradients import Gradients, check_sums, expected, share
 from offload.engine.initialise import fill_buffers, initial_values
 from offload.engine.record import CODES, DTYPES, Record, Unit
+from offload.engine.reduction import Reduction
+from offload.engine.refresh import Refresh
 from offload.engine.resident import Resident
 from offload.engine.slots import Slots
 from offload.engine.sources import MomentSource, ValueSource
@@ -48,9 +52,12 @@ class Engine:
     """Everything behind one prepared model. Built by `prepare`; `close()` gives all of it back."""
 
     def __init__(
-        self, model: nn.Module, found: Sequence[Found], plan: Plan, tiers: Tiers, device: Device, seed: int, updates_after: int = 0
+        self, model: nn.Module, found: Sequence[Found], plan: Plan, tiers: Tiers, device: Device, seed: int, updates_after: int = 0,
+        world: World | None = None,
     ) -> None:  # fmt: skip
-        """`updates_after`: how many backwards a step has, in the last of which updates start; 0: they start at step()."""
+        """`updates_after`: how many backwards a step has, in the last of which updates start; 0: they start at step(). `world`: several ranks, as
+        many as the plan is for."""
+        self.world = world
         self.model, self.plan, self.tiers, self.device, self.seed = model, plan, tiers, device, seed
         self.stalls = device.stalls
         self._updates_after = updates_after
@@ -60,6 +67,8 @@ class Engine:
         weakref.finalize(self, device.close)  # its threads end with a model that is dropped without close()
         self.runtime: object = None
         self.skipped = 0
+        self.reduction: Reduction | None = None
+        self.refresh: Refresh | None = None
         self.space: SwapSpace | None = None
         self._held = [
             self.budgets[tier].reserve(n, "state, slots and staging") for tier, n in (arena_bytes(plan) | {"nvme": plan.peak_bytes["nvme"]}).items()
@@ -77,11 +86,12 @@ class Engine:
             self._give_back()
             self._close_tiers()
             raise
+        self.moved_before = dict(world.moved) if world is not None else {}  # among ranks, by others and by preparing
 
     def _open_tiers(self, tiers: Tiers, plan: Plan) -> None:
         sizes = arena_bytes(plan)
         if plan.peak_bytes["nvme"]:
-            self.space = SwapSpace(tiers.nvme, checksum=tiers.checksum, stalls=self.stalls)
+            self.space = self._swap_space()
         self.host = Arena("host", sizes["host"])
         self.device.register(self.host)
         self.arena = self.device.memory(sizes["device"])
@@ -94,21 +104,38 @@ class Engine:
         if self.space is not None:
             self.space.open()
 
+    def _swap_space(self) -> SwapSpace:
+        rank = self.world.rank if self.world is not None else None
+        return SwapSpace(self.tiers.nvme, checksum=self.tiers.checksum, stalls=self.stalls, rank=rank)
+
     def _build(self, plan: Plan) -> None:
         compute = DTYPES[plan.compute]
+        ranks = self.world, plan.share
         self.resident = Resident(self.units, plan.form, DTYPES[plan.grad], self.device)
         self.background = Background(self.units, self._make_updates(DTYPES[plan.grad]), self.resident, self.stalls)
-        self.state = State(self.units, plan.form, self._before_access, self.background, self._refresh)
-        self.slots = Slots(self.units, plan.slots, self.device, compute, self.frames, self.arena.take, self.background)
+        self.state = State(self.units, plan.form, self._before_access, self.background, self._refresh, *ranks)
+        self.slots = Slots(self.units, plan.slots, self.device, compute, self.frames, self.arena.take, self.background, *ranks)
         self.gradients = Gradients(self.units, self.records, DTYPES[plan.grad], self.device, self.frames, self.resident)
         self.gradients.let_go = self.background.let_go
+        if self.world is not None:
+            self._build_shared(plan, self.world)
         self.values = [ValueSource(r, self) for r in self.records]
+
+    def _build_shared(self, plan: Plan, world: World) -> None:
+        """What several ranks need besides."""
+        self.reduction = share(self.gradients, plan.share, DTYPES[plan.moves], world)
+        if plan.share.divides("optimizer") and not plan.share.divides("parameter"):
+            background = self.background
+            self.refresh = Refresh(
+                self.units, plan.share, world, self.frames, self.stalls, lambda unit: background.wait_unit(unit, tell=False, own=True)
+            )
+            self.background.others = self.refresh
 
     def _make_updates(self, grad: torch.dtype) -> Updates:
         plan, lent = self.plan, self.frames.all if self.frames is not None else ()
         return Updates(
             self.units, self.records, plan.form, grad, self.update_frames, plan.staging.frame_bytes, self.seed, self.device.direct,
-            self.resident.numbers, lent,
+            self.resident.numbers, lent, plan.share,
         )  # fmt: skip
 
     def _take_over(self) -> None:
@@ -117,9 +144,14 @@ class Engine:
             unit.initialised = not any(r.parameter.is_meta for r in unit.records)
             for record in unit.records:
                 if not record.parameter.is_meta:
-                    self.state.write_value(record, record.parameter, ready=False)
+                    value = record.parameter if self.world is None else same(self.world, record.parameter, record.name)
+                    self.state.write_value(record, value, ready=False)
                 _exchange(record, AtRest(self.values[record.number]))
         fill_buffers(self.model, self.seed)
+        if self.world is not None:
+            with torch.no_grad():
+                for name, shared in self.model.named_buffers():
+                    shared.copy_(same(self.world, shared, name))
         if self.device.compute.type != "cpu":
             for module in self.model.modules():
                 for key, buffer in module._buffers.items():
@@ -132,6 +164,9 @@ class Engine:
         self.streamer.early = self.early
         self.state.guard = lambda record: self.early.guard_use(record.unit)
         self.gradients.guard, self.gradients.came, self.gradients.takes = self.early.guard, self.early.came, self.early.takes
+        if self.reduction is not None:
+            self.gradients.came = self.reduction.came
+            self.streamer.after_backward = self._after_backward
         self.streamer.on_root = self._close_plan
         self.streamer.before_backward = self._before_backward
         self.gradients.before_sums = self.widen_gradients
@@ -149,7 +184,13 @@ class Engine:
         first = next((x for x in inputs if x.ndim > 1), None)
         if self.plan.batch is None and first is not None and torch.is_grad_enabled():
             rows = first.shape[:-1].numel() if first.is_floating_point() else first.numel()  # features are no tokens
-            made = self.plan.closed(Batch(first.shape[0], max(1, rows // max(1, first.shape[0]))))
+            batch = first.shape[0], max(1, rows // max(1, first.shape[0]))
+            if self.world is not None:
+                told = self.world.share(batch, "the batch")
+                batch = max(b[0] for b in told), max(b[1] for b in told)
+            made = self.plan.closed(Batch(*batch))
+            if self.world is not None:
+                self.world.agree([made.activations, made.kept], "the treatment of activations (budgets are to be the same)")
             if made.boundaries.nbytes:
                 self._reserve_boundaries(made.boundaries)
             self.device.keep(made.surge_bytes, made.free_bytes)
@@ -164,7 +205,7 @@ class Engine:
                 self._held.append(undo.enter_context(self.budgets[tier].reserve(nbytes, "boundary activations")))
             opening = self.space is None and needs["nvme"] > 0
             if opening:
-                self.space = SwapSpace(self.tiers.nvme, checksum=self.tiers.checksum, stalls=self.stalls)
+                self.space = self._swap_space()
                 undo.callback(self._drop_space)
             self._open_activations(boundaries, self._further_memory(boundaries.by_tier["host"]))
             if opening and self.space is not None:
@@ -238,6 +279,17 @@ class Engine:
             self.widen_gradients()
         self.early.begin()
         self.background.read_ahead(self.early.order())
+        if self.reduction is not None:
+            own = expected(self.records)
+            if own is not None:
+                self.reduction.begin(own)
+
+    def _after_backward(self, whole: bool) -> None:
+        assert self.reduction is not None
+        if whole:
+            self.reduction.finish()
+        else:
+            self.reduction.abandon()
 
     def widen_gradients(self) -> None:
         """A backward adds to gradients kept in fewer bits: sums are fp32 from here on, or BudgetError before anything is computed."""
@@ -314,12 +366,22 @@ class Engine:
             table[number]["grad_scale"] *= self.gradients.scale_of(self.records[number])
             table[number]["active"] = 1
             self.records[number].version += 1
-        self.background.start(table, self.streamer.order.forward())
+        order = self.streamer.order.forward()
+        if self.refresh is not None:
+            self.refresh.settle()
+        self.background.start(table, order)
+        if self.refresh is not None:
+            changed = {self.records[number].unit for number in hypers}
+            self.refresh.start([unit for unit in self._agreed_order(order) if unit in changed])
         self.early.reset()
         self.slots.forget()
         for unit, use in enumerate(self.slots.uses):
             if use.firm or use.soft:  # a step inside a forward or a backward
                 self.background.wait_unit(unit)
+
+    def _agreed_order(self, order: list[int]) -> list[int]:
+        """Rank 0's: others may have used other units."""
+        return list(self.world.broadcast(order, what="the order of units")) if self.world is not None else order
 
     def moment(self, record: Record, role: str) -> AtRest:
         return AtRest(MomentSource(record, self.state, role))
@@ -327,13 +389,13 @@ class Engine:
     # Whole
 
     def digest(self) -> str:
-        """A hash, by name, of fp32 master values, moments and steps; frozen parameters by value."""
+        """A hash, by name, of fp32 master values, moments and steps; frozen parameters by value. With several ranks a collective, alike on all."""
         whole = xxhash.xxh3_128()
         with ThreadPoolExecutor(READERS, "offload-digest") as pool:
             for record in sorted(self.records, key=lambda r: r.name):
                 whole.update(f"{record.name} {record.step} ".encode())
                 for role in ("master", "exp_avg", "exp_avg_sq") if record.trained else ("value",):
-                    for part in ahead(pool, self.state.pieces(record, role)):
+                    for part in ahead(pool if self.world is None else None, self.state.pieces(record, role)):
                         whole.update((part.float() if part.dtype in CODES else part).view(torch.uint8).numpy().data)
         return whole.hexdigest()
 
@@ -343,6 +405,8 @@ class Engine:
         self.gradients.settle()
         self.device.settle()
         self.background.synchronize()
+        if self.refresh is not None:
+            self.refresh.settle()
 
     def close(self) -> None:
         """Gives back memory, files and threads. Parameters cannot be read afterwards."""
@@ -351,6 +415,8 @@ class Engine:
         try:
             self.streamer.close()
             self.gradients.settle()
+            if self.refresh is not None:
+                self.refresh.settle()
             self.background.finish()
         finally:
             self.closed = True
@@ -358,6 +424,8 @@ class Engine:
 
     def _close_tiers(self) -> None:
         self.device.close()
+        if self.refresh is not None:
+            self.refresh.close()
         for name in ("slots", "gradients", "background", "activations"):
             if name in self.__dict__:
                 getattr(self, name).close()

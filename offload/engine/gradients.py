@@ -25,20 +25,32 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from offload import _core
+from offload.dist.world import World
 from offload.engine.atrest import AtRest
 from offload.engine.chunk_cache import ChunkCache
 from offload.engine.record import CODES, NORM_BLOCK, Record, Unit
+from offload.engine.reduction import Arrival, Reduction
 from offload.engine.resident import Resident
 from offload.engine.sources import Contribution, GradientSource
 from offload.errors import OffloadError
 from offload.memory.shard import Shard, check_process
 from offload.memory.stalls import GRADIENT
+from offload.planner.share import Share
 from offload.transfer.device import Device, Landing
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import Transfer
 
 _FLT_MAX = torch.finfo(torch.float32).max
 _FP16_OVER = 65520.0  # from here on fp32 rounds to an infinite fp16
+
+
+def expected(records: Iterable[Record]) -> list[int] | None:
+    """The numbers of the trained parameters into which the backward that runs accumulates; None: into none ever, it is autograd.grad."""
+    try:
+        held = [r for r in records if r.trained and r.parameter.requires_grad]
+        return [r.number for r in held if torch._C._will_engine_execute_node(get_gradient_edge(r.parameter).node)]
+    except RuntimeError:
+        return None
 
 
 def accumulates(parameter: torch.Tensor) -> bool:
@@ -58,6 +70,7 @@ class _Entry:
     zeroed: bool = False  # it reads as zeros, which are yet to be stored: an update may still read what is there
     spent: bool = False  # an update took it from memory, and it was not kept
     landing: list[Transfer] = field(default_factory=list)
+    collecting: bool = False  # it has come and is not reduced; see [Note: reduction]
     early_task: int = -1
     epoch: int = -1
     task: int = -1
@@ -83,6 +96,7 @@ class Gradients:
         self.came: Callable[[Record], None] = lambda record: None
         self.takes: Callable[[int, int], bool] = lambda unit, chunk: False  # whether a chunk's update will take it from memory, and nobody else
         self.guard: Callable[[Record, str, bool], None] = lambda record, doing, whole: None  # raises where an update must not see a change
+        self.reduction: Reduction | None = None  # with several ranks
         self._awaited: dict[int, set[int]] = {}
         self._first_chunk = [0]
         for unit in units:
@@ -94,11 +108,20 @@ class Gradients:
     def close(self) -> None:
         """Nothing is kept: gradients at rest are gone with the arenas."""
         self.closed, self._cache = True, None
+        if self.reduction is not None:
+            self.reduction.close()
 
     def _check(self) -> None:
         check_process(self._owner)
         if self.closed:
             raise OffloadError("the runtime that held this gradient was closed")
+
+    def _check_reduced(self, record: Record) -> None:
+        self._check()
+        if self._entries[record.number].collecting:
+            raise OffloadError(
+                f"the gradient of {record.name} is not averaged over ranks yet, or never was, as its backward raised: use it after the backward"
+            )
 
     # Arrival
 
@@ -110,7 +133,7 @@ class Gradients:
             raise OffloadError(f"parameter {record.name} has a sparse gradient, which is not supported; build its module with sparse=False")
         out = Contribution(record, self, value)
         p, entry, task = record.parameter, self._entries[record.number], torch._C._current_graph_task_id()
-        first = len(record.uses) > 1 and p.grad is None and entry.early_task != task
+        first = len(record.uses) > 1 and p.grad is None and entry.early_task != task and self.reduction is None
         if first and value.dtype == self.dtype and not p._backward_hooks and accumulates(p):
             entry.early_task = task
             out.landed, out.value = self.land(record, value), None
@@ -126,9 +149,12 @@ class Gradients:
             if isinstance(source, GradientSource) and source.record is record:
                 return
             if isinstance(source, Contribution) and source.record is record:
-                grad.source = source.landed or self.land(record, source.held())
+                grad.source = source.landed or self._take(record, source.held())
                 return
         value = grad.plain() if isinstance(grad, AtRest) else grad.detach()
+        if self.reduction is not None and torch._C._current_graph_task_id() >= 0:
+            record.parameter.grad = AtRest(self._take(record, value))
+            return
         record.parameter.grad = AtRest(self.land(record, *self._fitted(value)))
 
     def adopt(self, records: Iterable[Record]) -> list[Record]:
@@ -160,6 +186,8 @@ class Gradients:
     def nested_backward(self) -> None:
         """The backward that runs now is part of another one."""
         self._nested_tasks.add(torch._C._current_graph_task_id())
+        if self.reduction is not None:
+            self.reduction.active = True
 
     def new_forward(self) -> None:
         self._epoch += 1
@@ -167,6 +195,42 @@ class Gradients:
 
     def generation(self, record: Record) -> int:
         return self._entries[record.number].generation
+
+    def _take(self, record: Record, value: torch.Tensor) -> GradientSource:
+        """A backward's gradient, on the device: a fresh start."""
+        if self.reduction is None:
+            return self.land(record, value)
+        self.reduction.add(self._arrival(record, False), value)
+        return GradientSource(record, self, self.generation(record))
+
+    def _arrival(self, record: Record, accumulate: bool) -> Arrival:
+        """Of a gradient that is to be reduced: how it lands."""
+        self._check()
+        entry = self._entries[record.number]
+        entry.collecting = True
+        if accumulate:
+            if self.dtype != torch.float32:
+                self.before_sums()
+            scale, entry.scale = entry.scale, 1.0
+            return Arrival(record, True, scale)
+        entry.generation += 1
+        entry.scale, entry.epoch, entry.task = 1.0, self._epoch, torch._C._current_graph_task_id()
+        return Arrival(record, False, 1.0)
+
+    def _reducing(self, record: Record, transfer: Transfer) -> None:
+        """A gradient is reduced and lands: `.grad` stands for it, also where other ranks alone have one."""
+        entry = self._entries[record.number]
+        entry.landing.append(transfer)
+        entry.collecting = False
+        if record.parameter.grad is None:
+            record.parameter.grad = AtRest(GradientSource(record, self, entry.generation))
+
+    def _land_reduced(self, unit: Unit, host: torch.Tensor, first: int, arrivals: Sequence[Arrival], factor: float) -> None:
+        """Lands `host`, elements of the unit's trained flat from `first` on, times `factor`."""
+        for record, accumulate, scale in arrivals:
+            if scale != 1.0:
+                self._rescale(record, scale)
+            self._store(record, host, accumulate, record.offset - first, factor)
 
     def land(self, record: Record, value: torch.Tensor, scale: float = 1.0) -> GradientSource:
         """A fresh start: `value` times `scale` replaces whatever was here."""
@@ -181,6 +245,7 @@ class Gradients:
         entry.generation += 1
         entry.scale, entry.spent = scale, False
         entry.epoch, entry.task = self._epoch, torch._C._current_graph_task_id()
+        self._changed()
         self._send(record, value.contiguous(), lambda there: self._store(record, there, accumulate=False))
         return GradientSource(record, self, entry.generation)
 
@@ -193,6 +258,9 @@ class Gradients:
 
     def accumulate(self, record: Record, contribution: Contribution) -> None:
         """Adds to what rests here: a later use of the same backward, or a later micro-batch."""
+        if self.reduction is not None:
+            self.reduction.add(self._arrival(record, True), contribution.held())
+            return
         self.guard(record, "a further gradient", False)
         entry = self._entries[record.number]
         scale, entry.scale = entry.scale, 1.0
@@ -232,18 +300,20 @@ class Gradients:
             )
 
     def read(self, record: Record) -> torch.Tensor:
-        """The gradient, flat, in the dtype at rest (fp32 where it is scaled)."""
-        self._check()
+        """The gradient, flat, in the dtype at rest (fp32 where it is scaled). With stages 2 and 3 of several ranks a collective."""
+        self._check_reduced(record)
         self._check_kept(record)
         entry = self._entries[record.number]
         self._settle(entry)
         if entry.zeroed:
             return torch.zeros(record.numel, dtype=self.dtype)
-        out = torch.empty(record.numel, dtype=self.dtype)
+        out = (torch.empty if self.reduction is None else torch.zeros)(record.numel, dtype=self.dtype)
         for chunk, start, first, stop in self._pieces(record):
             with self._alone_here():
                 part = self._memory(record, chunk, fresh=False, dirty=False)
                 out[first:stop].view(torch.uint8).copy_(part[start : start + (stop - first) * self.dtype.itemsize])
+        if self.reduction is not None:
+            self.reduction.whole(record, out)
         return out if entry.scale == 1.0 else out.float().mul_(entry.scale)
 
     @contextmanager
@@ -266,12 +336,13 @@ class Gradients:
             recorder.span("landing", record.name, start)
 
     def write(self, record: Record, value: torch.Tensor) -> None:
-        self._check()
+        self._check_reduced(record)
         self.guard(record, "writing to the gradient", True)
         entry = self._entries[record.number]
         self._settle(entry)
         stored, entry.scale = self._fitted(value.detach().to("cpu").contiguous())
         entry.spent = False
+        self._changed()
         self._put(record, stored)
 
     def _fitted(self, value: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -285,7 +356,7 @@ class Gradients:
 
     def zero(self, record: Record) -> None:
         """As `write` of zeros, at once."""
-        self._check()
+        self._check_reduced(record)
         self.guard(record, "zeroing the gradient", True)
         entry = self._entries[record.number]
         self._settle(entry)
@@ -310,10 +381,17 @@ class Gradients:
             self._entries[record.number].scale *= factor
 
     def norm_squared(self, record: Record) -> float:
-        """Exactly rounded sum of the blocks' sums of squares, of the gradient as it reads; not finite if an element is not."""
+        """Exactly rounded sum of the blocks' sums of squares, of the gradient as it reads; not finite if an element is not.
+
+        With stages 2 and 3 of several ranks a collective.
+        """
         entry = self._entries[record.number]
         self._settle(entry)
         self._resident.fetch_sums(record)
+        if self.reduction is not None:
+            self._check_reduced(record)
+            self.settle()
+            self.reduction.agree()
         total = math.fsum(record.sums.tolist()) * entry.scale**2
         if abs(entry.scale) > 1.0 and total > _FLT_MAX**2 and not self.read(record).isfinite().all():
             return math.inf
@@ -335,6 +413,8 @@ class Gradients:
         self.flush()
         for unit in self.units:
             for i, old in enumerate(unit.gradients):
+                if not old.tier:
+                    continue
                 new = reshard(unit, i)
                 raw = torch.empty(old.nbytes, dtype=torch.uint8)
                 old.read(0, raw)
@@ -345,6 +425,10 @@ class Gradients:
             self._cache.moved(key for key in range(self._first_chunk[-1]))
 
     # Storing, in one thread at a time
+
+    def _changed(self) -> None:
+        if self.reduction is not None:
+            self.reduction.changed()
 
     def _release(self, record: Record) -> None:
         """The last step's updates have read what is to be written over."""
@@ -357,10 +441,12 @@ class Gradients:
             transfer.wait()
 
     def _pieces(self, record: Record) -> Iterable[tuple[int, int, int, int]]:
-        """(chunk, first byte in it, first element of the parameter, end element) of each slice."""
+        """(chunk, first byte in it, first element of the parameter, end element) of each slice that rests here."""
         trained = self.units[record.unit].layout.trained
         assert trained is not None
         for chunk, piece in record.slices:
+            if not self.units[record.unit].gradients[chunk].tier:
+                continue
             yield chunk, (piece.offset - trained.chunks[chunk].start) * self.dtype.itemsize, piece.start, piece.stop
 
     def _memory(self, record: Record, chunk: int, *, fresh: bool, dirty: bool) -> torch.Tensor:
@@ -371,7 +457,8 @@ class Gradients:
             raise OffloadError("gradients rest on NVMe without staging buffers")
         return self._cache.memory(self._first_chunk[record.unit] + chunk, shard, fresh=fresh, dirty=dirty)
 
-    def _store(self, record: Record, host: torch.Tensor, accumulate: bool) -> None:
+    def _store(self, record: Record, host: torch.Tensor, accumulate: bool, shift: int = 0, factor: float = 1.0) -> None:
+        """Stores the gradient, which starts `shift` elements behind the start of `host`, times `factor`, and the sums of squares of its blocks."""
         if host.dtype not in CODES:
             host = host.float()
         entry = self._entries[record.number]
@@ -386,8 +473,8 @@ class Gradients:
             for chunk, start, first, stop in self._pieces(record):
                 part = self._memory(record, chunk, fresh=not accumulate and self._alone(record, chunk), dirty=True)
                 _core.land(
-                    part.data_ptr() + start, CODES[self.dtype], host.data_ptr() + first * host.element_size(), CODES[host.dtype], stop - first,
-                    accumulate, 1.0, record.sums.data_ptr() + first // NORM_BLOCK * 8, 0,
+                    part.data_ptr() + start, CODES[self.dtype], host.data_ptr() + (first + shift) * host.element_size(), CODES[host.dtype],
+                    stop - first, accumulate, factor, record.sums.data_ptr() + first // NORM_BLOCK * 8, 0,
                 )  # fmt: skip
                 self._came(record, chunk)
 
@@ -439,6 +526,15 @@ def check_sums(gradients: Gradients) -> None:
     for record in gradients.records:
         if gradients._entries[record.number].spent and gradients.earlier(record):
             gradients._check_kept(record)
+
+
+def share(gradients: Gradients, plan_share: Share, dtype: torch.dtype, world: World) -> Reduction:
+    """Gradients are those of several ranks from here on, and move between them in `dtype`; see [Note: reduction]."""
+    reduction = Reduction(gradients.units, plan_share, dtype, gradients.device, world, gradients._land_reduced)
+    reduction.start = lambda record: gradients._arrival(record, record.parameter.grad is not None)
+    reduction.landing = gradients._reducing
+    gradients.reduction = reduction
+    return reduction
 
 
 def landed(gradients: Gradients, records: Sequence[Record]) -> bool:

@@ -53,7 +53,7 @@ class Record:
 class Unit:
     """One unit: its layout, its shards, and the modules whose forward it serves.
 
-    `parameters` has a shard per flat, `gradients` and `states` one per chunk of the trained flat.
+    `parameters` has a shard per flat, `gradients` and `states` one per chunk of the trained flat; of several ranks, what this one keeps.
     """
 
     number: int

@@ -4,6 +4,11 @@
 A unit is resident while a lease on it is held. A forward's lease is firm: its slot is never taken. A backward's is soft: it is given up to a
 unit that finds no other slot, because what backward still needs is found again through its saved handles. Everything else in a slot is a
 cache in least-recently-used order.
+
+[Note: gathers]
+Where parameters are divided among ranks, a slot is filled with this rank's share and then, in the thread of fetches, with the others'. Which slot is
+filled with what, and when, follows from the order in which units are used and from nothing else: were it to follow from what has finished, ranks
+would wait for each other's gathers for ever.
 """
 
 from __future__ import annotations
@@ -16,11 +21,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from offload.dist.world import World
 from offload.engine.background import Background
 from offload.engine.record import DTYPE_NAMES, DTYPES, Record, Unit
 from offload.errors import BudgetError, OffloadError
 from offload.memory.shard import check_process
+from offload.memory.stalls import RANKS
 from offload.planner.layout import slot_starts
+from offload.planner.share import ALONE, Share
 from offload.transfer.device import Copy, Device
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import Transfer
@@ -74,7 +82,12 @@ class Slots:
         frames: FramePool | None,
         take: Callable[[int], torch.Tensor],
         background: Background,
+        world: World | None = None,
+        share: Share = ALONE,
     ) -> None:
+        """`world`: with several ranks, from whom units come that are divided among them."""
+        self._world, self._share = world, share
+        self._gathers = world is not None and share.divides("parameter")
         self.units, self.device, self.compute, self.frames, self._background = units, device, compute, frames, background
         self.slots = [Slot(i, take(size)) for i, size in enumerate(sizes)]
         self._by_storage = {s.memory.untyped_storage().data_ptr(): s for s in self.slots}
@@ -91,6 +104,8 @@ class Slots:
         self._starts = [_starts(u, self) for u in units]
 
     def _rests_in_reach(self, unit: Unit) -> bool:
+        if self._gathers and unit.layout.flats:
+            return False
         for flat, shard in zip(unit.layout.flats, unit.parameters, strict=True):
             stored = DTYPES[flat.dtype]
             if stored in _FLOATING and stored != self.compute:
@@ -192,7 +207,7 @@ class Slots:
         """Starts fetching a unit if a slot can be had that is not in use nor holds one of the `nearer` units; whether it is on its way or there."""
         if number in self._fixed or number in self.where:
             return True
-        if self.device.direct and not self._background.ready(number):
+        if self.device.direct and not self._gathers and not self._background.ready(number):
             return False  # its fetch would have to wait, and here nobody waits for it but the caller
         slot = self._choose(self.units[number], firm=False, nearer=nearer)
         if slot is None:
@@ -274,14 +289,25 @@ class Slots:
         slot.unit, slot.used = number, self._clock
         self.where[number] = slot
         self.counters.fetches += 1
-        slot.flats = self._views(slot, unit)
+        slot.flats = views = self._views(slot, unit)
+        spans = [self._share.span(flat, "parameter") for flat in unit.layout.flats]
         copies = [
-            Copy(view, shard, 0, DTYPES[flat.dtype])
-            for view, shard, flat in zip(slot.flats, unit.parameters, unit.layout.flats, strict=True)
+            Copy(view[first:stop], shard, 0, DTYPES[flat.dtype])
+            for view, (first, stop), shard, flat in zip(views, spans, unit.parameters, unit.layout.flats, strict=True)
             if flat.numel
         ]
-        slot.arriving = self.device.fetch(copies, self.frames, lambda: self._background.wait_unit(number, tell=False), unit.name)
+        then = (lambda: self._gather(unit, views)) if self._gathers else None
+        slot.arriving = self.device.fetch(copies, self.frames, lambda: self._background.wait_unit(number, tell=False), unit.name, then)
         return slot
+
+    def _gather(self, unit: Unit, views: Sequence[torch.Tensor]) -> None:
+        """Fills a slot, which has this rank's shares, with those of the others. A collective: all ranks fill slots in one order."""
+        assert self._world is not None
+        with self.device.stalls.waiting(RANKS):
+            for i, (view, flat) in enumerate(zip(views, unit.layout.flats, strict=True)):
+                first, stop = self._share.span(flat, "parameter")
+                if flat.numel:
+                    self._world.gather_into(view, view[first:stop], f"{unit.name}, part {i}").wait()
 
 
 def _starts(unit: Unit, slots: Slots) -> list[tuple[int, Record]]:

@@ -11,18 +11,25 @@ from typing import NamedTuple
 import torch
 
 from offload import ops
+from offload.dist.collectives import assemble
+from offload.dist.world import World
 from offload.engine.background import Background
 from offload.engine.record import DTYPES, Record, Unit
 from offload.memory.shard import Shard, check_process
 from offload.planner.form import GROUP, MOMENTS, Part, StateForm, scale_of
 from offload.planner.layout import round_up
+from offload.planner.share import ALONE, Share
 
 Piece = Callable[[], torch.Tensor]
 READERS = 2  # pieces that are read at once
 
 
-def ahead(pool: Executor, pieces: Iterable[Piece]) -> Iterator[torch.Tensor]:
-    """What pieces read, in order, the next ones while one is used. `pool` has READERS threads."""
+def ahead(pool: Executor | None, pieces: Iterable[Piece]) -> Iterator[torch.Tensor]:
+    """What pieces read, in order, the next ones while one is used. `pool` has READERS threads; None: each is read when its turn comes, in this
+    thread, as where ranks read together."""
+    if pool is None:
+        yield from (piece() for piece in pieces)
+        return
     reading: deque[Future[torch.Tensor]] = deque()
     for piece in pieces:
         reading.append(pool.submit(piece))
@@ -48,7 +55,11 @@ class _Stretch(NamedTuple):
 class State:
     """Reads and writes parameters, masters and moments. `before(record, reading)` runs first on each access, and before a read gives the
     parameter a value if it has none; each access waits for the updates that it needs; `refresh(record, start, part)` puts a newly written part
-    where the device may already have a copy of it."""
+    where the device may already have a copy of it.
+
+    Of several ranks each has its share. Reading what is divided is a collective, which all ranks call in one order (as DTensor.full_tensor is);
+    a write is of the whole value, given alike on all.
+    """
 
     def __init__(
         self,
@@ -57,14 +68,18 @@ class State:
         before: Callable[[Record, bool], None],
         background: Background,
         refresh: Callable[[Record, int, torch.Tensor], None],
+        world: World | None = None,
+        share: Share = ALONE,
     ) -> None:
+        self._world, self._share = world, share
         self.units, self.form, self.compute = units, form, DTYPES[form.compute]
         self._before, self._background, self._refresh = before, background, refresh
         self._generations: dict[int, int] = {}
         self.guard: Callable[[Record], None] = lambda record: None  # raises where an update has started too early for this access
 
     def parameter_shard(self, record: Record) -> tuple[Shard, int, torch.dtype]:
-        """The shard, the byte where the parameter starts in it, and the dtype stored; updates of what is there are done."""
+        """The shard, the byte where the parameter starts in it (it may lie outside, where shares begin), and the dtype stored; updates of what is
+        there are done."""
         unit = self.units[record.unit]
         dtype = DTYPES[unit.layout.flats[record.flat].dtype]
         shard = unit.parameters[record.flat]
@@ -72,7 +87,23 @@ class State:
             self.guard(record)
             for chunk, _ in record.slices:
                 self._background.wait(record.unit, chunk, shard.memory is None)
-        return shard, record.offset * dtype.itemsize, dtype
+            self._background.others.wait(record.unit)
+        return shard, (record.offset - self._share.span(unit.layout.flats[record.flat], "parameter")[0]) * dtype.itemsize, dtype
+
+    def _here(self, record: Record, first: int, stop: int) -> tuple[int, int]:
+        """Of elements [first, stop) of a parameter, those whose copy that is computed with rests here."""
+        begin, end = self._share.span(self.units[record.unit].layout.flats[record.flat], "parameter")
+        first = min(max(first, begin - record.offset), stop)
+        return first, max(first, min(stop, end - record.offset))
+
+    def _assemble(self, record: Record, role: str, out: torch.Tensor) -> torch.Tensor:
+        """Fills `out`, which has what rests here of a role and zeros elsewhere."""
+        if self._world is not None and self._share.divides(role):
+            assemble(self._world, out, f"{record.name} at rest")
+        return out
+
+    def _empty(self, n: int, dtype: torch.dtype, role: str) -> torch.Tensor:
+        return torch.zeros(n, dtype=dtype) if self._share.divides(role) else torch.empty(n, dtype=dtype)
 
     def _stretches(self, record: Record, first: int = 0, stop: int | None = None) -> Iterator[_Stretch]:
         """Elements [first, stop) of a parameter, chunk by chunk."""
@@ -91,8 +122,11 @@ class State:
         self._background.wait(record.unit, where.chunk, unit.states[where.chunk].memory is None)
         return unit.states[where.chunk], self.form.at(role, unit.layout.trained.chunks[where.chunk].numel, where.at)
 
+    def _rests(self, record: Record, where: _Stretch) -> bool:
+        return bool(self.units[record.unit].states[where.chunk].tier)
+
     def _read_part(self, record: Record, role: str, where: _Stretch, out: torch.Tensor | None = None) -> torch.Tensor:
-        """A part of the state as it is stored."""
+        """A part of the state as it is stored, which rests here."""
         part = self.form.part(role)
         out = torch.empty(part.numel(where.numel), dtype=DTYPES[part.dtype]) if out is None else out
         shard, start = self._part(record, role, where)
@@ -100,6 +134,8 @@ class State:
         return out
 
     def _write_part(self, record: Record, role: str, where: _Stretch, stored: torch.Tensor) -> None:
+        if not self._rests(record, where):
+            return
         shard, start = self._part(record, role, where)
         self._write(shard, start, stored)
 
@@ -127,16 +163,26 @@ class State:
                 yield self._read_stored(record, at, end).to(record.dtype)
                 continue
             for where in self._stretches(record, at, end):
-                out = torch.empty(where.numel, dtype=torch.float32)
+                out = self._empty(where.numel, torch.float32, "optimizer")
                 self._read(record, "master", where, out)
-                yield out.to(record.dtype)
+                yield self._assemble(record, self._role("master"), out).to(record.dtype)
 
-    def _read_stored(self, record: Record, first: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    def _read_stored(self, record: Record, first: int, stop: int) -> torch.Tensor:
         """Elements [first, stop) of the copy that is computed with, in its own dtype."""
+        return self._assemble(record, "parameter", self._read_own(record, first, stop))
+
+    def _read_own(self, record: Record, first: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """As `_read_stored`; zeros, or what `out` has, for what rests elsewhere."""
         shard, start, dtype = self.parameter_shard(record)
-        out = torch.empty(stop - first, dtype=dtype) if out is None else out
-        shard.read(start + first * dtype.itemsize, out)
+        out = self._empty(stop - first, dtype, "parameter") if out is None else out
+        begin, end = self._here(record, first, stop)
+        if begin < end:
+            shard.read(start + begin * dtype.itemsize, out[begin - first : end - first])
         return out
+
+    def _role(self, role: str) -> str:
+        """Whose division among ranks values of "master", "exp_avg" or "exp_avg_sq" follow."""
+        return "parameter" if role == "master" and self.form.master == "own" else "optimizer"
 
     def write_value(self, record: Record, value: torch.Tensor, *, ready: bool = True) -> None:
         """Stores a whole value: in the master, and in the copy that is computed with. `ready=False` while preparing or initialising."""
@@ -164,7 +210,9 @@ class State:
     def _write_stored(self, record: Record, first: int, values: torch.Tensor) -> None:
         shard, start, dtype = self.parameter_shard(record)
         stored = values.to(dtype)
-        self._write(shard, start + first * dtype.itemsize, stored)
+        begin, end = self._here(record, first, first + stored.numel())
+        if begin < end:
+            self._write(shard, start + begin * dtype.itemsize, stored[begin - first : end - first])
         self._refresh(record, first, stored)
 
     def _write_master(self, record: Record, where: _Stretch, values: torch.Tensor) -> None:
@@ -183,10 +231,10 @@ class State:
     def read_state(self, record: Record, role: str) -> torch.Tensor:
         """fp32 values of "master", "exp_avg" or "exp_avg_sq", flat."""
         self._before(record, True)
-        out = torch.empty(record.numel, dtype=torch.float32)
+        out = self._empty(record.numel, torch.float32, self._role(role))
         for where in self._stretches(record):
             self._read(record, role, where, out[where.first : where.stop])
-        return out
+        return self._assemble(record, self._role(role), out)
 
     def pieces(self, record: Record, role: str) -> Iterator[Piece]:
         """The values of a role in order, at most a chunk at a time: fp32 ("value": the stored copy in its own dtype).
@@ -202,13 +250,14 @@ class State:
             yield partial(self._fp32, record, role, where)
 
     def _fp32(self, record: Record, role: str, where: _Stretch) -> torch.Tensor:
-        if role != "master" or self.form.master == "fp32":
+        divided = self._role(role)
+        if (role != "master" or self.form.master == "fp32") and not self._share.divides(divided):
             part = self.form.part(role)
             if part.dtype == "fp32":
                 return self._stored(record, part, where)
-        out = torch.empty(where.numel, dtype=torch.float32)
+        out = self._empty(where.numel, torch.float32, divided)
         self._read(record, role, where, out)
-        return out
+        return self._assemble(record, divided, out)
 
     # What a checkpoint holds: masters in fp32, whatever their form, and moments to the bit, as they are stored
 
@@ -219,16 +268,44 @@ class State:
     def stored_pieces(self, record: Record, role: str) -> Iterator[Piece]:
         """A part of the state as it is stored, in order, at most a chunk at a time; as `pieces`."""
         self._before(record, True)
+        part = self.form.part(role)
         for where in self._stretches(record):
-            yield partial(self._stored, record, self.form.part(role), where)
+            yield partial(self._stored, record, part, where)
 
     def _stored(self, record: Record, part: Part, where: _Stretch) -> torch.Tensor:
-        """A part of the state as it is stored: a view of what rests in memory."""
+        """A part of the state as it is stored: a view of what rests in memory, where ranks do not divide it."""
+        if self._share.divides("optimizer"):
+            out = self._empty(part.numel(where.numel), DTYPES[part.dtype], "optimizer")
+            return self._assemble(record, "optimizer", self._read_part(record, part.role, where, out) if self._rests(record, where) else out)
         shard, start = self._part(record, part.role, where)
         if shard.memory is None:
             return self._read_part(record, part.role, where)
         check_process(shard.owner)
         return shard.memory[start : start + part.nbytes(where.numel)].view(DTYPES[part.dtype])
+
+    def own(self, record: Record) -> tuple[int, int]:
+        """The elements of a parameter that this rank saves, first and behind the last: its share, whatever rests here besides."""
+        flat = self.units[record.unit].layout.flats[record.flat]
+        first = max(0, self._share.rank * flat.share - record.offset)
+        return first, max(first, min(record.numel, (self._share.rank + 1) * flat.share - record.offset))
+
+    def stream_own(self, record: Record, role: str, stored: bool) -> Iterator[tuple[int, torch.Tensor]]:
+        """As `pieces`, or `stored_pieces`, of the elements of `own`: each tensor with the number of its first in the whole. No collective."""
+        self._before(record, True)
+        first, stop = self.own(record)
+        if role == "value":
+            for _, piece in record.slices:
+                begin, end = max(piece.start, first), min(piece.stop, stop)
+                if begin < end:
+                    yield begin, self._read_own(record, begin, end)
+            return
+        for where in self._stretches(record, first, stop):
+            if stored:
+                yield self.form.part(role).numel(where.first), self._read_part(record, role, where)
+                continue
+            out = torch.empty(where.numel, dtype=torch.float32)
+            self._read(record, role, where, out)
+            yield where.first, out
 
     def write_stored(self, record: Record, role: str, read: Callable[[torch.Tensor], None]) -> None:
         """Stores a whole part of the state, of which `read` fills one tensor after another, as it is."""
@@ -240,11 +317,13 @@ class State:
             self._write_part(record, role, where, stored)
 
     def _read(self, record: Record, role: str, where: _Stretch, out: torch.Tensor) -> None:
-        """Fills `out`, fp32, with values of "master", "exp_avg" or "exp_avg_sq"."""
+        """Fills `out`, fp32, with values of "master", "exp_avg" or "exp_avg_sq"; what rests elsewhere is left."""
         if role == "master" and self.form.master == "own":
-            self._read_stored(record, where.first, where.stop, out)
+            self._read_own(record, where.first, where.stop, out)
+        elif not self._rests(record, where):
+            return
         elif role == "master" and self.form.master == "split":
-            ops.join_(out, self._read_stored(record, where.first, where.stop), self._read_part(record, "low", where))
+            ops.join_(out, self._read_own(record, where.first, where.stop), self._read_part(record, "low", where))
         elif self.form.part(role).dtype == "fp32":
             self._read_part(record, role, where, out)
         elif self.form.moments == "int8":
@@ -262,6 +341,8 @@ class State:
             self._write_moment(record, role, where, flat[where.first - first : where.stop - first])
 
     def _write_moment(self, record: Record, role: str, where: _Stretch, values: torch.Tensor) -> None:
+        if not self._rests(record, where):
+            return
         part = self.form.part(role)
         if self.form.moments != "int8":
             stored = values if part.dtype == "fp32" else ops.convert_(torch.empty(where.numel, dtype=DTYPES[part.dtype]), values)

@@ -122,6 +122,7 @@ class Streamer:
         compute = slots.device.compute  # a checkpoint keeps the random state of the devices of its arguments, which may all have left
         self._anchor = None if compute.type == "cpu" else torch.empty(1, device=compute)
         self.before_backward: Callable[[], None] = lambda: None
+        self.after_backward: Callable[[bool], None] = lambda whole: None
         self.on_root: Callable[[list[torch.Tensor]], None] = lambda inputs: None
         self._ready = ready
         self._calls: list[_Call] = []
@@ -391,9 +392,11 @@ class Streamer:
     def _end_backward(self, whole: bool = False) -> None:
         self._end_backward_unit()
         self.activations.forget()
-        self._backward.task = -1
+        under_way, self._backward.task = self._backward.task != -1, -1
         if whole:
             self.early.advance()
+        if under_way:
+            self.after_backward(whole)
 
     def _stolen(self, number: int) -> None:
         if self._backward.unit is not None and number in self.owners[self._backward.unit]:

@@ -17,6 +17,7 @@ from offload.ops import HYPER, MASTERS, MOMENTS, RULES
 from offload.planner.form import StateForm
 from offload.planner.layout import Slice
 from offload.planner.schedule import update_order
+from offload.planner.share import ALONE, Share
 
 _ABSOLUTE, _FRAME = 0, 1
 _Where = tuple[int, int]
@@ -34,7 +35,7 @@ class _Job:
 
 
 class Updates:
-    """The jobs of every chunk, built once; a step picks those with gradients and gives each parameter its hyperparameters.
+    """The jobs of every chunk whose state rests here, built once; a step picks those with gradients and gives each parameter its hyperparameters.
 
     `frames`: buffers of `frame_bytes` for chunks that rest on NVMe. `lazy`: what rests in memory is updated when somebody waits. Units in `resident`
     are updated on the device, and have no jobs here. `lent`: further memory from which gradients may be taken.
@@ -42,9 +43,9 @@ class Updates:
 
     def __init__(
         self, units: list[Unit], records: list[Record], form: StateForm, grad: torch.dtype, frames: list[torch.Tensor], frame_bytes: int, seed: int,
-        lazy: bool, resident: Container[int] = (), lent: Sequence[torch.Tensor] = (),
+        lazy: bool, resident: Container[int] = (), lent: Sequence[torch.Tensor] = (), share: Share = ALONE,
     ) -> None:  # fmt: skip
-        self._form, self._compute, self._grad = form, DTYPES[form.compute], grad
+        self._form, self._compute, self._grad, self._share = form, DTYPES[form.compute], grad, share
         self._blank = _blank(records, seed)
         self._chunks = [0 if u.number in resident else len(u.states) for u in units]
         units = [u for u in units if u.number not in resident]
@@ -58,7 +59,7 @@ class Updates:
         for record in records:
             of_unit.setdefault(record.unit, []).append(record)
         for unit in units:
-            for chunk in range(len(unit.states)):
+            for chunk in share.chunks(unit.layout.trained, "optimizer"):
                 self._jobs.append(self._job(unit, chunk, of_unit[unit.number]))
 
     def _job(self, unit: Unit, number: int, records: list[Record]) -> _Job:
@@ -87,7 +88,8 @@ class Updates:
         n, size = chunk.numel, self._compute.itemsize
         state = place(unit.states[number], 0, unit.states[number].nbytes, written=True, read=reads)
         grad = place(unit.gradients[number], 0, unit.gradients[number].nbytes, written=False, read=late)
-        value = place(unit.parameters[0], chunk.start * size, n * size, written=True, read=reads if self._form.value_is_master else None)
+        first = chunk.start - self._share.span(trained, "parameter")[0]
+        value = place(unit.parameters[0], first * size, n * size, written=True, read=reads if self._form.value_is_master else None)
         segments = []
         by_index = {r.slices[0][1].parameter: r for r in records if r.trained and r.slices}
         for piece in chunk.slices:
@@ -142,7 +144,7 @@ class Updates:
     def _arrange(self, order: tuple[int, ...]) -> None:
         if order != self._order:
             jobs = {(job.unit, job.chunk): job for job in self._jobs}
-            self._jobs = [jobs[place] for place in update_order(self._chunks, order)]
+            self._jobs = [jobs[place] for place in update_order(self._chunks, order) if place in jobs]
             self._order = order
 
 def _blank(records: list[Record], seed: int) -> np.ndarray[Any, Any]:

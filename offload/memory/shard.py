@@ -62,6 +62,11 @@ class Shard:
     def __post_init__(self) -> None:
         self.owner = os.getpid()
 
+    @classmethod
+    def absent(cls) -> Shard:
+        """In place of one that rests on another rank: of no bytes, and no tier."""
+        return cls("", 0, memory=torch.empty(0, dtype=torch.uint8))
+
     def address(self, start: int = 0) -> int:
         """Where byte `start` lies in RAM; only for shards that rest in memory."""
         assert self.memory is not None

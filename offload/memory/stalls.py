@@ -5,7 +5,8 @@ The compute thread runs forward, backward (for which autograd may have a thread)
 so: `with stalls.waiting(cause)`. What such a thread moves or lands by itself, as it does on `cpu`, counts as a wait too; all else is compute.
 No moment counts twice. Of waits inside each other the inner one counts while it lasts and the outer one counts the rest, but "activation" counts
 whole, whatever it waits for. A wait for another thread of ours, a queue's or the pipeline's, counts as what that thread waits for meanwhile, and
-under its own cause for the rest: a fetch whose queue reads NVMe is "nvme_read", one that is being copied is "fetch".
+under its own cause for the rest: a fetch whose queue reads NVMe is "nvme_read", one that is being copied is "fetch", one that waits for
+other ranks is "ranks".
 Waits of threads that are neither the compute thread nor serve it count nowhere.
 """
 
@@ -18,8 +19,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 from offload.memory.recorder import Recorder
 
-FETCH, NVME_READ, NVME_WRITE, GRADIENT, UPDATE, STAGING, ACTIVATION = CAUSES = (
-    "fetch", "nvme_read", "nvme_write", "gradient", "update", "staging", "activation",
+FETCH, NVME_READ, NVME_WRITE, GRADIENT, UPDATE, STAGING, ACTIVATION, RANKS = CAUSES = (
+    "fetch", "nvme_read", "nvme_write", "gradient", "update", "staging", "activation", "ranks",
 )  # fmt: skip
 
 Behind = Callable[[], Mapping[str, float]]  # seconds by cause that what is waited for has itself waited until now

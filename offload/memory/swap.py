@@ -39,7 +39,7 @@ _said: set[str] = set()
 ENGINES = ("auto", "io_uring", "threads")
 EXTENT_ALIGN = 4096
 STUCK_AFTER = 60.0  # seconds
-_SUBDIRECTORY = re.compile(r"offload-[0-9]+-[0-9a-f]{16}")
+_SUBDIRECTORY = re.compile(r"offload-(rank[0-9]+-)?[0-9]+-[0-9a-f]{16}")
 _FILE_NAME = "state.swap"
 
 
@@ -207,12 +207,12 @@ class _Home:
     def room(self) -> int:
         return self.capacity - self.used
 
-    def open(self, engine: Any, direct: bool, checksum: bool) -> None:
+    def open(self, engine: Any, direct: bool, checksum: bool, rank: int | None = None) -> None:
         self.engine = engine
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             reclaim(self.directory)
-            self.path, self.lock = _own_subdirectory(self.directory)
+            self.path, self.lock = _own_subdirectory(self.directory, rank)
         except OSError as error:
             text = error.strerror or str(error)
             raise SwapError(f"cannot swap to {self.directory}: {text}; give a directory that can be written to") from error
@@ -231,10 +231,12 @@ class _Home:
             self.path, self.lock = None, -1
 
 
-def _own_subdirectory(directory: Path) -> tuple[Path, int]:
-    """Makes `offload-<pid>-<random>` (mode 0700) and locks it; the lock is the returned descriptor's and dies with it."""
+def _own_subdirectory(directory: Path, rank: int | None) -> tuple[Path, int]:
+    """Makes `offload-<pid>-<random>`, with several ranks `offload-rank<rank>-<pid>-<random>` (mode 0700), and locks it; the lock is the returned
+    descriptor's and dies with it."""
+    name = "offload" if rank is None else f"offload-rank{rank}"
     while True:
-        path = directory / f"offload-{os.getpid()}-{secrets.token_hex(8)}"
+        path = directory / f"{name}-{os.getpid()}-{secrets.token_hex(8)}"
         path.mkdir(mode=0o700)
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -331,12 +333,13 @@ class SwapSpace:
     `directories`: pairs of a directory (created if missing) and the bytes that may be used in it (a number or "24GiB"); extents are spread
     over them in turn. Each directory gets a locked subdirectory of mode 0700 with one file of mode 0600, both removed by `close()` and at the
     interpreter's exit; what killed processes left is removed by the next `open()`. Each directory has an engine, and so a queue, of its own, made as
-    by `open_engine`. `checksum`, `stuck_after`: see the module.
+    by `open_engine`. `checksum`, `stuck_after`: see the module. `rank`: this process's among several, for the subdirectories' names.
     """
 
     def __init__(self, directories: Iterable[tuple[str | os.PathLike[str], int | str]], *, owner: str = "offload", engine: str = "auto",
                  direct: bool = True, queue_depth: int = 32, block: int | str = "1MiB", checksum: bool = False,
-                 stuck_after: float = STUCK_AFTER, stalls: Stalls | None = None) -> None:  # fmt: skip
+                 stuck_after: float = STUCK_AFTER, stalls: Stalls | None = None, rank: int | None = None) -> None:  # fmt: skip
+        self._rank = rank
         self._homes = [_Home(Path(directory), parse_size(capacity)) for directory, capacity in directories]
         self._owner = owner
         self._engine = engine
@@ -391,7 +394,7 @@ class SwapSpace:
             raise ConfigError("the swap space was closed; make another")
         try:
             for home in self._homes:
-                home.open(open_engine(self._engine, self._queue_depth, self._block, self._stuck_after), self._direct, self._checksum)
+                home.open(open_engine(self._engine, self._queue_depth, self._block, self._stuck_after), self._direct, self._checksum, self._rank)
         except BaseException:
             self.close()
             raise

@@ -26,7 +26,7 @@ class Runtime:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._excluded: dict[str, int] = dict.fromkeys(("h2d", "d2h", "nvme_read", "nvme_write"), 0)
+        self._excluded: dict[str, int] = dict.fromkeys(self._moved(), 0)
         self._since, self._stalled = engine.stalls.clock(), dict.fromkeys(CAUSES, 0.0)
 
     def __enter__(self) -> Runtime:
@@ -53,6 +53,7 @@ class Runtime:
         return {
             "parameters": e.plan.parameters,
             "state_bytes": e.plan.state_bytes,
+            "state_bytes_per_rank": e.plan.state_bytes_per_rank,
             "base_bytes": base,
             "budget_bytes": {t: b.capacity for t, b in e.budgets.items()},
             "peak_bytes": held | {"rss": peak_rss},
@@ -86,7 +87,8 @@ class Runtime:
     def _moved(self) -> dict[str, int]:
         e = self._engine
         swapped = e.space.counters() if e.space is not None else {}
-        return e.device.moved | {k: int(swapped.get(k, 0)) for k in ("nvme_read", "nvme_write")}
+        among = {k: v - e.moved_before[k] for k, v in e.world.moved.items()} if e.world is not None else {}
+        return e.device.moved | {k: int(swapped.get(k, 0)) for k in ("nvme_read", "nvme_write")} | among
 
     def tier_bytes(self) -> dict[str, int]:
         """Bytes held now by tier."""
@@ -140,7 +142,7 @@ class Runtime:
         self._engine.early.units_most, self._engine.early.keep_gradients = units, keep_gradients
 
     def digest(self) -> str:
-        """A hash of all parameters, moments and steps, by name: the same wherever they rest."""
+        """A hash of all parameters, moments and steps, by name: the same wherever they rest. With several ranks a collective."""
         return self._engine.digest()
 
     def synchronize(self) -> None:

@@ -12,9 +12,10 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from offload.planner.layout import DTYPE_BYTES
+from offload.planner.layout import DTYPE_BYTES, UnitLayout
 from offload.planner.placement import Plan, chunks_of
 from offload.planner.schedule import Place, Speeds
+from offload.planner.share import ABSENT
 
 
 @dataclass(frozen=True)
@@ -107,26 +108,26 @@ def traffic_of(plan: Plan, *, direct: bool, accumulate: int = 1, taken: Collecti
 
     Boundary activations that leave the device go and come back once for each micro-batch.
     `direct`: the device computes from host memory, so that nothing goes over a link to it. `taken`: chunks (schedule.taken) whose gradients' last
-    sum is neither written to nvme nor read.
+    sum is neither written to nvme nor read. Of several ranks, what one moves over links of its own.
     """
     away = accumulate * plan.boundaries.nbytes
     read = write = away if plan.boundaries.tier == "nvme" else 0
     h2d = d2h = 0 if direct else away
     updated = 0
     for u, unit in enumerate(plan.layouts):
-        nbytes = sum(f.nbytes for f in unit.flats)
-        trained = unit.trained.numel * DTYPE_BYTES[plan.form.compute] if unit.trained else 0
+        nbytes = sum(plan.share.parameter_bytes(f) for f in unit.flats)
+        kept, updates = (_numel(plan, unit, role) * DTYPE_BYTES[plan.form.compute] for role in ("parameter", "optimizer"))
         fetches = 2 * accumulate
         if plan.parameter[u] == "nvme":
-            read += fetches * nbytes + (trained if plan.form.value_is_master else 0)
-            write += trained
+            read += fetches * nbytes + (updates if plan.form.value_is_master else 0)
+            write += kept
         if plan.parameter[u] != "device" and not direct:
             h2d += fetches * nbytes
         for i, chunk in enumerate(chunks_of(unit)):
-            if direct or plan.state[u][i] != "device":
+            if plan.state[u][i] != ABSENT and (direct or plan.state[u][i] != "device"):
                 updated += sum(s.stop - s.start for s in chunk.slices)
             gradient = chunk.numel * DTYPE_BYTES[plan.grad]
-            if not direct and plan.gradient[u][i] != "device":
+            if not direct and plan.gradient[u][i] not in ("device", ABSENT):
                 d2h += accumulate * gradient
             if plan.gradient[u][i] == "nvme":
                 times = accumulate - ((u, i) in taken)
@@ -136,3 +137,9 @@ def traffic_of(plan: Plan, *, direct: bool, accumulate: int = 1, taken: Collecti
                 read += plan.form.record_bytes(chunk.numel)
                 write += plan.form.record_bytes(chunk.numel)
     return Traffic(read, write, h2d, d2h, updated)
+
+
+def _numel(plan: Plan, unit: UnitLayout, role: str) -> int:
+    """Elements of a unit's trained flat that rest on the plan's rank."""
+    first, stop = plan.share.span(unit.trained, role) if unit.trained else (0, 0)
+    return stop - first

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.planner.layout import DTYPE_BYTES, ParameterSpec, UnitSpec
+from offload.planner.layout import CHUNK_ALIGN, DTYPE_BYTES, ParameterSpec, UnitSpec
 
 VOCABULARY_RATIO = 8  # a matrix this much taller than wide is a table of a vocabulary, not a projection
 IN_TRANSIT = 3  # boundaries on the device where they rest elsewhere: one computed on, and one on its way or awaited on either side
+REDUCING = 2  # buffers of the largest unit's gradients among several ranks
 SLACK_MOST, SLACK_SHARE = 32 << 20, 8  # what estimates leave out: at most this, or this fraction of the device budget
 
 
@@ -31,13 +32,15 @@ class Batch:
 
 @dataclass(frozen=True)
 class Working:
-    """Bytes on the device by what holds them; `in_flight` is the part of `gradients` that may be on its way to the host at once."""
+    """Bytes on the device by what holds them; `in_flight` is the part of `gradients` that may be on its way to the host at once, `reduction` the
+    part in which ranks sum them."""
 
     activations: int
     logits: int
     gradients: int
     slack: int
     in_flight: int
+    reduction: int = 0
 
     @property
     def total(self) -> int:
@@ -111,6 +114,14 @@ def gradient_bytes(units: Sequence[UnitSpec], compute: str, grad: str) -> tuple[
     return in_flight + 3 * size * max((p.numel for p in summed), default=0), in_flight
 
 
+def reduction_bytes(units: Sequence[UnitSpec], moves: str, ranks: int) -> int:
+    """What ranks reduce gradients in: two of the largest unit's, one that is filled and one under way."""
+    if ranks == 1:
+        return 0
+    sizes = [sum(p.numel for p in u.parameters if p.trained) for u in units]
+    return REDUCING * (max(sizes, default=0) + ranks * CHUNK_ALIGN) * DTYPE_BYTES[moves]
+
+
 def slack_bytes(device_budget: int) -> int:
     return min(SLACK_MOST, device_budget // SLACK_SHARE)
 
@@ -120,10 +131,12 @@ def budget_for(nbytes: int) -> int:
     return min(nbytes + SLACK_MOST, -(-nbytes * SLACK_SHARE // (SLACK_SHARE - 1)))
 
 
-def working(units: Sequence[UnitSpec], batch: Batch | None, compute: str, grad: str, mode: str, device_budget: int, kept: int = 0) -> Working:
+def working(
+    units: Sequence[UnitSpec], batch: Batch | None, compute: str, grad: str, mode: str, device_budget: int, kept: int = 0, reduction: int = 0
+) -> Working:  # fmt: skip
     gradients, in_flight = gradient_bytes(units, compute, grad)
-    activations = activation_bytes(units, batch, compute, mode, kept)
-    return Working(activations, logits_bytes(units, batch), gradients, slack_bytes(device_budget), in_flight)
+    activations, logits = activation_bytes(units, batch, compute, mode, kept), logits_bytes(units, batch)
+    return Working(activations, logits, gradients + reduction, slack_bytes(device_budget), in_flight, reduction)
 
 
 def bound_at_once(units: Sequence[UnitSpec]) -> int:

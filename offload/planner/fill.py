@@ -11,7 +11,8 @@ from itertools import accumulate
 from typing import TypeVar
 
 from offload.planner.form import StateForm
-from offload.planner.layout import DTYPE_BYTES, FLOATING, UnitLayout, slot_bytes
+from offload.planner.layout import DTYPE_BYTES, FLOATING, Chunk, UnitLayout, slot_bytes
+from offload.planner.share import ALONE, Share
 
 TIERS = ("device", "host", "nvme")
 ROLES = ("parameter", "gradient", "optimizer")
@@ -43,15 +44,26 @@ def _picked(each: Sequence[_T], units: Sequence[int]) -> tuple[_T, ...]:
     return tuple(each[u] for u in units)
 
 
-def sizes_of(layouts: Sequence[UnitLayout], grad: str, form: StateForm) -> Sizes:
-    compute, chunks = form.compute, [u.trained.chunks if u.trained else () for u in layouts]
+def sizes_of(layouts: Sequence[UnitLayout], grad: str, form: StateForm, share: Share = ALONE) -> Sizes:
+    """What of them rests on one rank. Parameters that are divided among ranks are gathered in slots, wherever they rest."""
+    compute = form.compute
+
+    def own(unit: UnitLayout, role: str) -> list[Chunk]:
+        return [unit.trained.chunks[c] for c in share.chunks(unit.trained, role)] if unit.trained else []
+
+    def ends(unit: UnitLayout) -> tuple[int, ...]:
+        chunks = own(unit, "gradient")
+        return tuple((c.stop - chunks[0].start) * DTYPE_BYTES[grad] for c in chunks)
+
     return Sizes(
-        tuple(sum(f.nbytes for f in u.flats) for u in layouts),
+        tuple(sum(share.parameter_bytes(f) for f in u.flats) for u in layouts),
         tuple(slot_bytes(u, compute) for u in layouts),
-        tuple(all(f.dtype == compute or f.dtype not in FLOATING for f in u.flats) for u in layouts),
+        tuple(
+            not (u.flats and share.divides("parameter")) and all(f.dtype == compute or f.dtype not in FLOATING for f in u.flats) for u in layouts
+        ),
         {
-            "gradient": tuple(tuple(c.stop * DTYPE_BYTES[grad] for c in own) for own in chunks),
-            "optimizer": tuple(tuple(accumulate(form.record_bytes(c.numel) for c in own)) for own in chunks),
+            "gradient": tuple(ends(u) for u in layouts),
+            "optimizer": tuple(tuple(accumulate(form.record_bytes(c.numel) for c in own(u, "optimizer"))) for u in layouts),
         },
     )
 

@@ -6,6 +6,12 @@ Every parameter starts on a multiple of ALIGN elements, so it is 64-byte aligned
 blocks never straddle parameters. A flat is cut in chunks that start on multiples of CHUNK_ALIGN elements, so every
 chunk offset is a multiple of 4096 bytes in every dtype and can be read and written directly. A parameter larger than
 a chunk is cut into chunks of its own; smaller ones are grouped. Nothing that is computed depends on where cuts fall.
+
+[Note: shared layout]
+Among several ranks a flat is as many equal shares, each a multiple of CHUNK_ALIGN elements, and each share is cut into chunks on one grid, so a
+chunk belongs to one rank and all ranks have chunks of the same sizes, and so the same plan. A parameter that a cut would part starts on a multiple of
+CHUNK_ALIGN, or behind the cut if it is no larger than that: cuts within a parameter are multiples of CHUNK_ALIGN of its own elements, and no block of
+a norm nor group of a quantised moment is parted.
 """
 
 from __future__ import annotations
@@ -78,7 +84,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Flat:
-    """A packed buffer of one dtype. `offsets` gives each packed parameter's first element."""
+    """A packed buffer of one dtype, in as many equal shares as there are `ranks`. `offsets` gives each packed parameter's first element."""
 
     dtype: str
     trained: bool
@@ -86,10 +92,16 @@ class Flat:
     parameters: tuple[int, ...]
     offsets: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+    ranks: int = 1
 
     @property
     def nbytes(self) -> int:
         return round_up(self.numel * DTYPE_BYTES[self.dtype], 4096)
+
+    @property
+    def share(self) -> int:
+        """Elements of each rank."""
+        return self.numel // self.ranks
 
 
 @dataclass(frozen=True)
@@ -133,23 +145,63 @@ def pack(members: Sequence[tuple[int, int]], dtype: str, trained: bool, chunk: i
     return Flat(dtype, trained, at, tuple(i for i, _ in members), tuple(offsets), tuple(chunks))
 
 
-def lay_out(spec: UnitSpec, compute: str, chunk: int) -> UnitLayout:
-    """Flats of a unit for a compute dtype and at most `chunk` elements a chunk (a multiple of CHUNK_ALIGN)."""
+def _starts(members: Sequence[tuple[int, int]], share: int, chunk: int) -> tuple[list[int], int]:
+    """Each member's first element where shares of so many elements are cut in chunks, and where the last one ends; see [Note: shared layout]."""
+    offsets, at = [], 0
+    for _, numel in members:
+        size = max(numel, 1)
+        first = at // share * share  # of the share that this is in
+        cut = min(first + round_up(at - first + 1, chunk), first + share)
+        if at + size > cut:
+            at = cut if size <= CHUNK_ALIGN else round_up(at, CHUNK_ALIGN)
+        offsets.append(at)
+        at += round_up(size, ALIGN)
+    return offsets, at
+
+
+def pack_shares(members: Sequence[tuple[int, int]], dtype: str, trained: bool, chunk: int, ranks: int) -> Flat:
+    """As `pack`, in `ranks` equal shares, the smallest that hold everything."""
+    share = max(CHUNK_ALIGN, round_up(-(-sum(round_up(max(n, 1), ALIGN) for _, n in members) // ranks), CHUNK_ALIGN))
+    offsets, end = _starts(members, share, chunk)
+    while end > share * ranks:
+        share += CHUNK_ALIGN
+        offsets, end = _starts(members, share, chunk)
+    chunks = []
+    at = 0  # the first member that may lie in the next chunk
+    for start in (r * share + k for r in range(ranks) for k in range(0, share, chunk)):
+        stop = min(start + chunk, (start // share + 1) * share)
+        slices = []
+        while at < len(members) and offsets[at] < stop:
+            (index, numel), offset = members[at], offsets[at]
+            slices.append(Slice(index, max(0, start - offset), min(numel, stop - offset), max(start, offset)))
+            if offset + numel > stop:
+                break
+            at += 1
+        chunks.append(Chunk(start, stop, tuple(slices)))
+    return Flat(dtype, trained, share * ranks, tuple(i for i, _ in members), tuple(offsets), tuple(chunks), ranks)
+
+
+def lay_out(spec: UnitSpec, compute: str, chunk: int, ranks: int = 1) -> UnitLayout:
+    """Flats of a unit for a compute dtype and at most `chunk` elements a chunk (a multiple of CHUNK_ALIGN), in shares for `ranks`."""
+
+    def flat(members: list[tuple[int, int]], dtype: str, trained: bool) -> Flat:
+        return pack(members, dtype, trained, chunk) if ranks == 1 else pack_shares(members, dtype, trained, chunk, ranks)
+
     trained = [(i, p.numel) for i, p in enumerate(spec.parameters) if p.trained]
-    flats = [pack(trained, compute, True, chunk)] if trained else []
+    flats = [flat(trained, compute, True)] if trained else []
     for dtype in sorted({p.dtype for p in spec.parameters if not p.trained}):
-        flats.append(pack([(i, p.numel) for i, p in enumerate(spec.parameters) if not p.trained and p.dtype == dtype], dtype, False, chunk))
+        flats.append(flat([(i, p.numel) for i, p in enumerate(spec.parameters) if not p.trained and p.dtype == dtype], dtype, False))
     return UnitLayout(spec, tuple(flats))
 
 
-def lay_out_all(specs: Sequence[UnitSpec], compute: str, chunk: int) -> tuple[UnitLayout, ...]:
+def lay_out_all(specs: Sequence[UnitSpec], compute: str, chunk: int, ranks: int = 1) -> tuple[UnitLayout, ...]:
     """Layouts of all units; those of equal shape share their flats."""
     seen: dict[tuple[tuple[int, str, bool], ...], tuple[Flat, ...]] = {}
     out = []
     for spec in specs:
         shape = tuple((p.numel, p.dtype, p.trained) for p in spec.parameters)
         if shape not in seen:
-            seen[shape] = lay_out(spec, compute, chunk).flats
+            seen[shape] = lay_out(spec, compute, chunk, ranks).flats
         out.append(UnitLayout(spec, seen[shape]))
     return tuple(out)
 

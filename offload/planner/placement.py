@@ -11,7 +11,8 @@ ampler where they are equal. A plan depends on the nvme budget only in whether w
 [Note: whole units]
 Where the host cannot work on device memory nor the device on the host's (`rests` and not `direct`), what rests on the device is updated there. So
 a unit rests there with its parameters, gradients and state or with nothing: small units first, of equal ones those that a forward uses first, since a
-backward needs them last and the next forward would wait for their updates. All other units are placed as said above, on host and nvme.
+backward needs them last and the next forward would wait for their updates. All other units are placed as said above, on host and nvme. With several
+ranks none rests there: what is gathered and reduced would have to be in the order of the device's work.
 
 [Note: kept units]
 Where the treatment is the planner's to choose and not everything can be kept, what the device has left keeps the activations of as many units as fit,
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from offload.config import Precision
@@ -33,6 +34,7 @@ from offload.planner.boundaries import AWAY, STAY, UNKNOWN_SHARE, Boundaries, bo
 from offload.planner.fill import ROLES, TIERS, Filled, Load, Room, Runs, Short, Sizes, fill, fixed_bytes, moved, sizes_of
 from offload.planner.form import StateForm
 from offload.planner.layout import DTYPE_BYTES, Chunk, UnitLayout, UnitSpec, lay_out_all, round_up
+from offload.planner.share import ABSENT, ALONE, Share
 from offload.planner.staging import Staging, share_out
 
 CHUNKS = tuple((1 << 20) >> i for i in range(7))  # elements a chunk, largest first
@@ -64,7 +66,10 @@ class Capacities:
 
 @dataclass(frozen=True)
 class Plan:
-    """What goes where. Tiers by unit (parameters) and by unit and chunk of its trained flat (gradients, states); sizes in bytes."""
+    """What goes where. Tiers by unit (parameters) and by unit and chunk of its trained flat (gradients, states); sizes in bytes.
+
+    `share`: the rank that it is for; ABSENT is in place of the tiers of what rests on others. `moves`: the dtype in which gradients are reduced.
+    """
 
     layouts: tuple[UnitLayout, ...]
     form: StateForm
@@ -83,7 +88,9 @@ class Plan:
     budgets: dict[str, int]
     boundaries: Boundaries = STAY
     kept: int = 0  # of the repeated units, how many, the last ones, keep their activations though others do not
-    request: _Request | None = None
+    request: _Request | None = field(default=None, compare=False)  # what it was asked to hold
+    share: Share = ALONE
+    moves: str = "fp32"
 
     @property
     def compute(self) -> str:
@@ -105,6 +112,12 @@ class Plan:
     def recomputed(self) -> frozenset[int]:
         """The units that are computed again in backward."""
         return frozenset(demand.again([u.spec for u in self.layouts], self.activations, self.kept))
+
+    @property
+    def kept_least(self) -> int:
+        """How many repeated units were to keep their activations at the least, as `keeping` takes it."""
+        assert self.request is not None
+        return sum(u.repeated for u in self.request.units) if self.request.activations == "keep" else self.request.kept
 
     @property
     def surge_bytes(self) -> int | None:
@@ -144,12 +157,26 @@ class Plan:
                 total += p.numel * kept + (p.numel * DTYPE_BYTES[self.grad] + self.form.nbytes(p.numel) if p.trained else 0)
         return total
 
+    @property
+    def state_bytes_per_rank(self) -> int:
+        """Of these, what rests on this rank."""
+        share, total = self.share, 0
+        for unit in self.layouts:
+            for flat in unit.flats:
+                for index in flat.parameters:
+                    n = unit.spec.parameters[index].numel
+                    total += share.numel(flat, index, n, "parameter") * DTYPE_BYTES[flat.dtype]
+                    if flat.trained:
+                        total += share.numel(flat, index, n, "gradient") * DTYPE_BYTES[self.grad]
+                        total += self.form.nbytes(share.numel(flat, index, n, "optimizer"))
+        return total
+
     def closed(self, batch: demand.Batch) -> Plan:
         """This plan for a batch that was not known when it was made: activations are chosen and counted now. PlanError where they do not fit."""
         specs = [u.spec for u in self.layouts]
         shorts: list[tuple[int, str, Plan]] = []
         for mode in modes(self.asked, self.budgets["nvme"]):
-            work = demand.working(specs, batch, self.compute, self.grad, mode, self.budgets["device"])
+            work = demand.working(specs, batch, self.compute, self.grad, mode, self.budgets["device"], reduction=self.working.reduction)
             made = replace(self, activations=mode, batch=batch, working=work, boundaries=boundaries(specs, batch, self.compute, mode))
             over = {tier: made.peak_bytes[tier] - self.budgets[tier] for tier in TIERS}
             tier = max(over, key=lambda t: over[t])
@@ -176,10 +203,12 @@ class Plan:
         """Bytes of each role on each tier."""
         out = {role: dict.fromkeys(TIERS, 0) for role in ROLES}
         for u, unit in enumerate(self.layouts):
-            out["parameter"][self.parameter[u]] += sum(f.nbytes for f in unit.flats)
+            out["parameter"][self.parameter[u]] += sum(self.share.parameter_bytes(f) for f in unit.flats)
             for i, chunk in enumerate(chunks_of(unit)):
-                out["gradient"][self.gradient[u][i]] += gradient_chunk_bytes(chunk, self.grad)
-                out["optimizer"][self.state[u][i]] += self.form.record_bytes(chunk.numel)
+                if self.gradient[u][i] != ABSENT:
+                    out["gradient"][self.gradient[u][i]] += gradient_chunk_bytes(chunk, self.grad)
+                if self.state[u][i] != ABSENT:
+                    out["optimizer"][self.state[u][i]] += self.form.record_bytes(chunk.numel)
         return out
 
 
@@ -217,7 +246,7 @@ def nvme_extents(plan: Plan) -> Iterator[int]:
     """Bytes of each shard on nvme, in the order in which they are allocated."""
     for u, unit in enumerate(plan.layouts):
         if plan.parameter[u] == "nvme":
-            yield from (f.nbytes for f in unit.flats)
+            yield from (plan.share.parameter_bytes(f) for f in unit.flats)
         chunks = chunks_of(unit)
         yield from (gradient_chunk_bytes(c, plan.grad) for c, tier in zip(chunks, plan.gradient[u], strict=True) if tier == "nvme")
         yield from (plan.form.record_bytes(c.numel) for c, tier in zip(chunks, plan.state[u], strict=True) if tier == "nvme")
@@ -235,10 +264,16 @@ class _Request:
     activations: str
     batch: demand.Batch | None
     kept: int = 0  # at the least, where not all are
+    part: Share = ALONE
+    moves: str = "fp32"
 
     @property
     def compute(self) -> str:
         return self.form.compute
+
+    @cached_property
+    def reduction(self) -> int:
+        return demand.reduction_bytes(self.units, self.moves, self.part.ranks)
 
     @cached_property
     def load(self) -> Load:
@@ -246,15 +281,16 @@ class _Request:
 
     @cached_property
     def role_bytes(self) -> dict[str, int]:
-        """Bytes of each role without padding."""
+        """Bytes of each role without padding, of which this rank has its part."""
         sizes = [p.numel for u in self.units for p in u.parameters if p.trained]
         trained = sum(sizes)
         frozen = sum(p.numel * DTYPE_BYTES[p.dtype] for u in self.units for p in u.parameters if not p.trained)
-        return {
+        whole = {
             "parameter": trained * DTYPE_BYTES[self.compute] + frozen,
             "gradient": trained * DTYPE_BYTES[self.grad],
             "optimizer": sum(self.form.nbytes(n) for n in sizes),
         }
+        return {role: n // self.part.ranks if self.part.divides(role) else n for role, n in whole.items()}
 
     def fixed(self, tier: str) -> int:
         return sum(n for role, n in self.role_bytes.items() if self.place.get(role) == tier)
@@ -346,7 +382,7 @@ class _Search:
         """Tries every way for one treatment of activations; one that cannot leave less on nvme than the best so far is left out."""
         request = self._request
         device = request.capacities.device
-        work = demand.working(request.units, request.batch, request.compute, request.grad, mode, device, request.kept)
+        work = demand.working(request.units, request.batch, request.compute, request.grad, mode, device, request.kept, request.reduction)
         resting_most = max(0, device - work.total) // request.share if request.capacities.rests else 0
         self._boundaries = away = boundaries(request.units, request.batch, request.compute, mode, request.kept)
         host = request.capacities.host - away.by_tier["host"]
@@ -373,8 +409,9 @@ class _Search:
 
     def cut(self, chunk: int) -> tuple[tuple[UnitLayout, ...], Sizes]:
         if chunk not in self._cuts:
-            layouts = lay_out_all(self._request.units, self._request.compute, chunk)
-            self._cuts[chunk] = layouts, sizes_of(layouts, self._request.grad, self._request.form)
+            request = self._request
+            layouts = lay_out_all(request.units, request.compute, chunk, request.part.ranks)
+            self._cuts[chunk] = layouts, sizes_of(layouts, request.grad, request.form, request.part)
         return self._cuts[chunk]
 
     def _try(self, staging: _Staging, mode: str, work: demand.Working) -> bool:
@@ -425,10 +462,19 @@ def plan_units(
     batch: demand.Batch | None = None,
     activations: str = "auto",
     accumulate: int = 1,
+    share: Share = ALONE,
 ) -> Plan:
-    """The plan for these units under these budgets; PlanError says which tier is short, of what, by how much, and three ways out."""
-    grad = "fp32" if accumulate > 1 else precision.grad
-    return _plan(_Request(tuple(units), capacities, StateForm.of(precision), grad, check_place(place, capacities), activations, batch))
+    """The plan for these units under these budgets; PlanError says which tier is short, of what, by how much, and three ways out.
+
+    `share`: the rank and stage that it is for; budgets are that rank's. All ranks' plans are alike but for which chunks are theirs.
+    """
+    if share.ranks > 1 and not capacities.direct:
+        if "device" in (place or {}).values():
+            raise ConfigError("place: with several ranks no state rests on this device yet; use host or nvme")
+        capacities = replace(capacities, rests=False)
+    grad, moves = "fp32" if accumulate > 1 else precision.grad, "fp32" if precision.grad == "fp16" else precision.grad  # sums of fp16 overflow
+    place, form = check_place(place, capacities), StateForm.of(precision)
+    return _plan(_Request(tuple(units), capacities, form, grad, place, activations, batch, part=share, moves=moves))
 
 
 def keeping(plan: Plan, kept: int) -> Plan:
@@ -440,7 +486,7 @@ def keeping(plan: Plan, kept: int) -> Plan:
 
 
 def _plan(request: _Request) -> Plan:
-    capacities, activations, batch = request.capacities, request.activations, request.batch
+    capacities, activations, batch, share = request.capacities, request.activations, request.batch, request.part
     search = _Search(request)
     for mode in modes(activations, capacities.nvme):
         if (search.best is None or mode not in AWAY) and not (request.kept and mode == "keep"):
@@ -449,12 +495,14 @@ def _plan(request: _Request) -> Plan:
         have = capacities.by_tier
         raise PlanError(_explain(request, min(search.refusals, key=lambda r: r.need - have[r.tier])))
     staging, mode, work, filled = search.best
+    layouts = search.cut(staging.chunk)[0]
     plan = Plan(
-        layouts=search.cut(staging.chunk)[0], form=request.form, grad=request.grad, parameter=filled.parameter,
-        gradient=_expanded(filled.gradient), state=_expanded(filled.state), slots=filled.slots, frames=staging.frames,
-        frame_bytes=staging.frame_bytes, activations=mode, asked=activations, batch=batch, working=work, resting=filled.taken,
-        budgets=capacities.by_tier, boundaries=boundaries(request.units, batch, request.compute, mode, request.kept), kept=request.kept,
-        request=request,
+        layouts=layouts, form=request.form, grad=request.grad, parameter=filled.parameter,
+        gradient=_expanded(filled.gradient, layouts, share, "gradient"), state=_expanded(filled.state, layouts, share, "optimizer"),
+        slots=filled.slots, frames=staging.frames, frame_bytes=staging.frame_bytes, activations=mode, asked=activations, batch=batch,
+        working=work, resting=filled.taken, budgets=capacities.by_tier,
+        boundaries=boundaries(request.units, batch, request.compute, mode, request.kept), kept=request.kept, request=request,
+        share=share, moves=request.moves,
     )  # fmt: skip
     unplaced = _unplaced(plan, capacities)
     if unplaced:
@@ -462,8 +510,13 @@ def _plan(request: _Request) -> Plan:
     return _with_flight(plan, capacities).with_kept_units()
 
 
-def _expanded(runs: Sequence[Runs]) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(tier for tier, count in unit for _ in range(count)) for unit in runs)
+def _expanded(runs: Sequence[Runs], layouts: Sequence[UnitLayout], share: Share, role: str) -> tuple[tuple[str, ...], ...]:
+    out = []
+    for unit, layout in zip(runs, layouts, strict=True):
+        own, count = share.chunks(layout.trained, role), len(chunks_of(layout))
+        tiers = tuple(tier for tier, chunks in unit for _ in range(chunks))
+        out.append((ABSENT,) * own.start + tiers + (ABSENT,) * (count - own.stop))
+    return tuple(out)
 
 
 def _unplaced(plan: Plan, capacities: Capacities) -> int:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from offload.planner.layout import DTYPE_BYTES, Chunk
 from offload.planner.placement import Plan, chunks_of, gradient_chunk_bytes
+from offload.planner.share import ABSENT
 from offload.planner.timeline import Timeline
 
 Place = tuple[int, int]  # a unit, and a chunk of its trained flat
@@ -137,7 +138,8 @@ class _Builder:
         self.tasks: list[_Task] = []
         self.steps: list[int] = []  # the tasks that end them
         order = unit_order(forward, early)
-        self.updates = update_order([len(chunks_of(u)) for u in plan.layouts], order)
+        every = update_order([len(chunks_of(u)) for u in plan.layouts], order)
+        self.updates = tuple((unit, chunk) for unit, chunk in every if plan.state[unit][chunk] != ABSENT)
         self.early = set(read_early(self.updates, plan))
         self.first = set(order[:early])  # units
         self.taken = taken(plan, forward, early)
@@ -170,8 +172,9 @@ class _Builder:
             landed = self._gradients(unit)
             if unit in self.first and landed:
                 over = self.timeline.add("over", 0.0, [*self._compute, *landed])  # one to wait for, as there may be hundreds of chunks
-                for c in range(len(landed)):
-                    self._update((unit, c), [over], start, True)
+                for c in range(len(chunks_of(self.plan.layouts[unit]))):
+                    if self.plan.state[unit][c] != ABSENT:
+                        self._update((unit, c), [over], start, True)
         end = self.task("step", -1, -1, "compute", 0.0, [*self._compute, *self._landed])
         self.steps.append(end)
         self._compute, self._landed = [end], []
@@ -206,12 +209,14 @@ class _Builder:
         return after
 
     def _moves(self, unit: int) -> bool:
+        if self.plan.share.divides("parameter"):
+            return True
         return self.plan.parameter[unit] not in (("device", "host") if self.direct else ("device",))
 
     def _fetch(self, unit: int) -> int:
         """A fetch starts as far ahead as there are slots, from what the unit's own updates made of it."""
         plan, nvme = self.plan, self.plan.parameter[unit] == "nvme"
-        nbytes = sum(f.nbytes for f in plan.layouts[unit].flats)
+        nbytes = sum(plan.share.parameter_bytes(f) for f in plan.layouts[unit].flats)
         after = [self._updated[unit, c][1 if nvme else 0] for c in range(len(chunks_of(plan.layouts[unit]))) if (unit, c) in self._updated]
         depth = self._depth(nbytes)
         after += [self._visits[-1 - depth]] if len(self._visits) > depth else self.steps[-1:]
@@ -228,6 +233,8 @@ class _Builder:
         """A unit's gradients leave the device, and go where they rest once the last update has read what was there."""
         plan, sent, first = self.plan, self._compute, len(self._landed)
         for c, chunk in enumerate(chunks_of(plan.layouts[unit])):
+            if plan.gradient[unit][c] == ABSENT:
+                continue
             nbytes = gradient_chunk_bytes(chunk, plan.grad)
             after = [*sent, *([self._updated[unit, c][0]] if (unit, c) in self._updated else [])]
             lane, seconds = "d2h", 0.0 if self.direct else nbytes / self.speeds.d2h

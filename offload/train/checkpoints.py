@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import shutil
@@ -13,17 +14,19 @@ import numpy as np
 import torch
 
 from offload.checkpoint import disk
-from offload.checkpoint.codec import decode
+from offload.checkpoint.codec import Encoder, decode
 from offload.checkpoint.content import read_state
 from offload.checkpoint.manifest import NewerVersion, verify
 from offload.config import RunConfig
+from offload.dist.world import World
 from offload.errors import CheckpointError, ConfigError
 
 _NAME = re.compile(r"step-([0-9]{8,})")
 _MAY_DIFFER = {
     "model": {"path"}, "data": {"source", "eval_sequences"}, "optimizer": set(), "precision": {"master"},
-    "train": {"steps", "device", "activations", "updates"},
+    "train": {"steps", "device", "stage", "activations", "updates"},
 }  # fmt: skip  # of a resumed run; so may all of [tiers] and [checkpoint]. Where a model or texts lie is no part of what they are.
+_OF_A_STEP = ("batch_size", "accumulate")  # with the number of ranks; their product stays
 _KEYS = {"step", "run", "scaler", "random", "eval_loss_first", "moved_bytes"}
 
 
@@ -94,13 +97,20 @@ def fixed(config: RunConfig) -> dict[str, Any]:
     return {table: {k: v for k, v in tables[table].items() if k not in free} for table, free in _MAY_DIFFER.items()}
 
 
-def position(checkpoint: Path, config: RunConfig) -> Mapping[str, Any]:
-    """What a run's checkpoint has beside the model, but for tensors. ConfigError where the run file is that of another run."""
+def position(checkpoint: Path, config: RunConfig, ranks: int = 1) -> Mapping[str, Any]:
+    """What a run's checkpoint has beside the model, but for tensors. ConfigError where the run file is that of another run.
+
+    On another number of ranks a step has as many sequences as before.
+    """
     extra: dict[str, Any] = read_state(checkpoint).extra
     good = isinstance(extra, dict) and extra.keys() >= _KEYS and type(extra["step"]) is int and extra["step"] >= 0
+    good = good and type(extra.get("ranks", 1)) is int
     was, now = decode(extra["run"], {}) if good else None, fixed(config)
     if not isinstance(was, dict) or not all(isinstance(table, dict) for table in was.values()):
         raise CheckpointError(f"{checkpoint} is no checkpoint of `offload train`; offload.load reads it")
+    if extra.get("ranks", 1) != ranks:
+        _check_step(checkpoint, was.get("data", {}), extra.get("ranks", 1), now["data"], ranks)
+        now["data"] = {key: value for key, value in now["data"].items() if key not in _OF_A_STEP}
     for table, keys in now.items():
         for key, value in keys.items():
             before = was.get(table, {}).get(key, value)
@@ -114,7 +124,7 @@ def position(checkpoint: Path, config: RunConfig) -> Mapping[str, Any]:
     return extra
 
 
-def go_on_from(extra: Mapping[str, Any], scaler: torch.amp.GradScaler, checkpoint: Path) -> None:
+def go_on_from(extra: Mapping[str, Any], scaler: torch.amp.GradScaler, checkpoint: Path, seed: int, rank: int) -> None:
     """Gives the loss scale back, and tries the rest of what a run's checkpoint has beside the model. CheckpointError for what no run has saved."""
     try:
         if not all(isinstance(value, (int, float)) for value in extra["scaler"].values()):
@@ -124,11 +134,51 @@ def go_on_from(extra: Mapping[str, Any], scaler: torch.amp.GradScaler, checkpoin
         if not isinstance(extra["eval_loss_first"], (float, int, type(None))):
             raise ValueError("the first evaluation is no number")
         scaler.load_state_dict(dict(extra["scaler"]))
-        set_random_state(extra["random"])
+        set_random_states(extra, seed, rank)
     except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint} has what no run has saved, so none goes on from it: {error}; take another") from None
 
 
+def _check_step(checkpoint: Path, was: Mapping[str, Any], ranks_before: int, now: Mapping[str, Any], ranks: int) -> None:
+    def text(data: Mapping[str, Any], ranks: int) -> str:
+        return f"{ranks} ranks x data.batch_size {data.get('batch_size')} x data.accumulate {data.get('accumulate')}"
+
+    def sequences(data: Mapping[str, Any], ranks: int) -> int:
+        return ranks * math.prod(int(data.get(key, 1)) for key in _OF_A_STEP)
+
+    if sequences(was, ranks_before) != sequences(now, ranks):
+        raise ConfigError(
+            f"a step of {checkpoint} had {text(was, ranks_before)} sequences, and would have {text(now, ranks)}: a run goes on as it was. "
+            "Give data.batch_size and data.accumulate of the same product, or start another run with --out"
+        )
+
+
+def seed_of(seed: int, rank: int) -> int:
+    """What a rank's generators start from: the first's from the run's seed, each other's from one of its own."""
+    return seed if rank == 0 else int(np.random.default_rng((seed, rank)).integers(1 << 63))
+
+
+def random_states(world: World) -> dict[str, Any]:
+    """What a checkpoint has of generators: `random`, the first rank's, and `random_of_others`."""
+    own = random_state()
+    if world.size == 1:
+        return {"random": own}
+    encoder = Encoder()
+    text = encoder.encode(own, "generators")
+    found = world.share([text, [t.tolist() for t in encoder.tensors]], "the generators")
+    states = [decode(text, {i: torch.tensor(t, dtype=torch.uint8) for i, t in enumerate(tensors)}) for text, tensors in found]
+    return {"random": states[0], "random_of_others": states[1:]}
+
+
+def set_random_states(extra: Mapping[str, Any], seed: int, rank: int) -> None:
+    """Goes on with what `random_states` gave for a rank; one that there was not starts from a seed of its own."""
+    others = extra.get("random_of_others", [])
+    if rank == 0:
+        set_random_state(extra["random"])
+    elif rank <= len(others):
+        set_random_state(others[rank - 1])
+    else:
+        torch.manual_seed(seed_of(seed + extra["step"], rank))
 def random_state() -> dict[str, Any]:
     """Of every generator that a model may draw from."""
     kind, keys, *rest = np.random.get_state()

@@ -141,10 +141,14 @@ def _loss_seconds(sizes: tuple[int, int, int, int], in_chunks: bool, dtype: torc
     return timed(whole, device)
 
 
-def machine_rates(tiers: Tiers, precision: Precision, device: torch.device, room: int) -> Rates:
-    """This machine's links and updates, measured in `room` bytes of memory. SwapError or ConfigError where a drive cannot be measured."""
-    read, write, mixed = _drive_rates(tiers, room)
-    updates = _update_rate(precision, room)
+def machine_rates(tiers: Tiers, precision: Precision, device: torch.device, room: int, local_ranks: int = 1) -> Rates:
+    """This machine's links and updates, measured in `room` bytes of memory. SwapError or ConfigError where a drive cannot be measured.
+
+    Of several ranks on this machine each has its share of drives and cores: of what the profile has an equal part, while what is measured is measured
+    by all at once.
+    """
+    read, write, mixed = _drive_rates(tiers, room, local_ranks)
+    updates = _update_rate(precision, room, local_ranks)
     if device.type != "cuda":
         return Rates(read, write, mixed, None, None, updates, shared_cores=True)
     figures = profile.load("copy") or {"gb_per_second": measure.copy_rates(64 * MIB)}
@@ -153,26 +157,26 @@ def machine_rates(tiers: Tiers, precision: Precision, device: torch.device, room
     return Rates(read, write, mixed, h2d, d2h, updates, shared_cores=False)
 
 
-def _drive_rates(tiers: Tiers, room: int) -> tuple[float, float, float] | tuple[None, None, None]:
+def _drive_rates(tiers: Tiers, room: int, local_ranks: int) -> tuple[float, float, float] | tuple[None, None, None]:
     """Bytes a second read, written, and in all while both: of the slowest drive times their number, as state is striped evenly."""
     by_drive: dict[str, tuple[str, int]] = {}
     for directory, nbytes in tiers.nvme:
         by_drive.setdefault(profile.drive(directory), (directory, nbytes))
-    found = [_drive_rate(Path(directory), nbytes, room) for directory, nbytes in by_drive.values()]
+    found = [_drive_rate(Path(directory), nbytes, room, local_ranks) for directory, nbytes in by_drive.values()]
     if not found:
         return None, None, None
     read, write, mixed = (min(rates) * len(found) * 1e9 for rates in zip(*found, strict=True))
     return read, write, mixed
 
 
-def _drive_rate(directory: Path, nbytes: int, room: int) -> tuple[float, ...]:
+def _drive_rate(directory: Path, nbytes: int, room: int, local_ranks: int) -> tuple[float, ...]:
     saved = profile.load("swap", where=directory)
     if saved is not None and "SwapFile" in saved.get("gb_per_second", {}):
-        return tuple(float(saved["gb_per_second"]["SwapFile"][op]) for op in measure.SWAP_OPS)
+        return tuple(float(saved["gb_per_second"]["SwapFile"][op]) / local_ranks for op in measure.SWAP_OPS)
     made = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
     piece = max(MIB, min(measure.PIECE, room // SHARE // measure.PIECES_IN_FLIGHT // MIB * MIB))
-    size = max(piece, min(PROBE_BYTES, nbytes, shutil.disk_usage(directory).free // 2) // piece * piece)
+    size = max(piece, min(PROBE_BYTES, nbytes, shutil.disk_usage(directory).free // 2 // local_ranks) // piece * piece)
     try:
         with tempfile.TemporaryDirectory(prefix="offload-probe-", dir=directory) as where:
             rates = measure.swap_rates(Path(where), size, ROUNDS, buffers=measure.random_buffers(piece))
@@ -183,22 +187,22 @@ def _drive_rate(directory: Path, nbytes: int, room: int) -> tuple[float, ...]:
     return tuple(rates[op] for op in measure.SWAP_OPS)
 
 
-def _update_rate(precision: Precision, room: int) -> float:
+def _update_rate(precision: Precision, room: int, local_ranks: int) -> float:
     """Parameters a second of the run's own form of update."""
     form = adam.form_of(precision)
     for row in (profile.load("adam") or {}).get("rows", []):
         if row.get("form") == form.name:
-            return float(row["gb_per_second"]) * 1e9 / form.bytes_per_parameter
+            return float(row["gb_per_second"]) * 1e9 / form.bytes_per_parameter / local_ranks
     n = max(1 << 16, min(PARAMETERS, room // SHARE // adam.BYTES_A_PARAMETER))
     return n / statistics.median(adam.step_seconds(form, n))
 
 
-def estimate(model_config: Any, config: RunConfig, plan: Plan, in_chunks: bool, device: torch.device) -> Estimate:
+def estimate(model_config: Any, config: RunConfig, plan: Plan, in_chunks: bool, device: torch.device, local_ranks: int = 1) -> Estimate:
     """Measures compute, and what the machine's profile does not have, in the memory that the plan will take."""
     room = plan.peak_bytes["host"] + (config.tiers.device if device.type != "cuda" else 0)
     try:
         units, order = model_compute(model_config, config, in_chunks, device)
-        return Estimate(units, order, machine_rates(config.tiers_value(), config.precision_value(), device, room))
+        return Estimate(units, order, machine_rates(config.tiers_value(), config.precision_value(), device, room, local_ranks))
     finally:
         gc.collect()  # a traced model is full of cycles
         _core.trim()

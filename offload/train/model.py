@@ -100,8 +100,8 @@ def planned_batch(config: Any, sequences: int, tokens: int, in_chunks: bool) -> 
     return Batch(sequences, tokens, loss.planned_tokens(width, LOGIT_BYTES) if in_chunks else None)
 
 
-def plan(model_config: Any, config: RunConfig, device: str, in_chunks: bool) -> Plan:
-    """What of a run goes where on a device, its loss `in_chunks` or not. PlanError where it does not fit."""
+def plan(model_config: Any, config: RunConfig, device: str, in_chunks: bool, *, ranks: int = 1, rank: int = 0) -> Plan:
+    """What of a run goes where on a device, its loss `in_chunks` or not; of several ranks on one of them. PlanError where it does not fit."""
     return offload.plan(
         build(model_config),
         config.tiers_value(),
@@ -111,6 +111,9 @@ def plan(model_config: Any, config: RunConfig, device: str, in_chunks: bool) -> 
         place=config.place_value(),
         batch=planned_batch(model_config, config.data.batch_size, config.data.seq_length, in_chunks),
         accumulate=config.data.accumulate,
+        ranks=ranks,
+        rank=rank,
+        stage=config.train.stage,
     )
 
 

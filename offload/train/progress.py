@@ -29,12 +29,12 @@ def describe(record: Mapping[str, Any]) -> str:
 
 
 class Reporter:
-    """Notes and steps of a run of `steps` steps."""
+    """Notes and steps of a run of `steps` steps; `silent` for ranks that leave the telling to another."""
 
-    def __init__(self, steps: int) -> None:
-        self._console = Console(file=sys.stderr, highlight=False)
+    def __init__(self, steps: int, silent: bool = False) -> None:
+        self._console = Console(file=sys.stderr, highlight=False, quiet=silent)
         self._steps = steps
-        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal and not silent else None
 
     def note(self, text: str) -> None:
         """A line that stays."""

@@ -122,17 +122,13 @@ class Tokenizing:
     def _file(self, name: str) -> Path:
         return self._directory / f"{name}.npy"
 
-    def wait(self) -> None:
-        """Returns when all token files are there; `ConfigError` with the child's last words where it failed."""
+    def wait(self) -> Path:
+        """Returns when all token files are there: where; `ConfigError` with the child's last words where it failed."""
         _, said = self._child.communicate()
         if self._child.returncode:
             last = (said.strip().splitlines() or [f"exit code {self._child.returncode}"])[-1]
             raise ConfigError(f"tokenizing failed: {last}")
-
-    def take(self, name: str) -> npt.NDArray[np.int32]:
-        """Sequences int32 [count, seq_length], mapped from a file that `close` leaves without a name."""
-        tokens: npt.NDArray[np.int32] = np.load(self._file(name), mmap_mode="r")
-        return tokens
+        return self._directory.absolute()
 
     def close(self) -> None:
         """Ends the child and removes what it wrote; what was taken stays mapped."""
@@ -141,6 +137,15 @@ class Tokenizing:
         with self._child:  # reaps it and closes its pipe
             pass
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def take(directory: Path, name: str) -> npt.NDArray[np.int32]:
+    """Sequences int32 [count, seq_length] of a job, mapped from a file that `Tokenizing.close` leaves without a name."""
+    try:
+        tokens: npt.NDArray[np.int32] = np.load(directory / f"{name}.npy", mmap_mode="r")
+    except FileNotFoundError:
+        raise ConfigError(f"{directory} is not seen from here: give an --out on a file system that all ranks have") from None
+    return tokens
 
 
 def run(request: dict[str, Any]) -> None:

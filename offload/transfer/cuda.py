@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -69,6 +70,7 @@ class CudaDevice(Device):
         self.compute = device or torch.device("cuda", torch.cuda.current_device())
         self._copy_in = torch.cuda.Stream(self.compute)
         self._copy_out = torch.cuda.Stream(self.compute)
+        self._beside = torch.cuda.Stream(self.compute)
         self._pinned: list[int] = []
         self._worked = _Worked(torch.cuda.Event())
         if self.rests:
@@ -91,7 +93,9 @@ class CudaDevice(Device):
     def memory(self, nbytes: int) -> Arena:
         return CudaArena(nbytes, self.compute)
 
-    def fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None], what: str = "") -> Transfer:
+    def fetch(
+        self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None], what: str = "", then: Callable[[], None] | None = None
+    ) -> Transfer:  # fmt: skip
         free = torch.cuda.Event()
         free.record(torch.cuda.current_stream(self.compute))  # the slot's last readers are on the compute stream
         arrived = torch.cuda.Event()
@@ -111,6 +115,8 @@ class CudaDevice(Device):
                     else:
                         assert frames is not None
                         _through_frames(copy, frames, put)
+                if then is not None:
+                    then()  # what it starts and waits for, this stream waits for
                 arrived.record(self._copy_in)
 
         nbytes = sum(c.nbytes for c in copies)
@@ -173,6 +179,17 @@ class CudaDevice(Device):
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.compute)
         memory.record_stream(self._copy_in)  # dropped unused, it must outlive the copy into it
         return memory
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.compute))
+        return event
+
+    @contextmanager
+    def beside(self, mark: torch.cuda.Event) -> Iterator[None]:
+        with torch.cuda.stream(self._beside):
+            self._beside.wait_event(mark)
+            yield
 
     def relieve(self) -> None:
         return None  # device memory is not resident memory

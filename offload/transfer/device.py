@@ -18,7 +18,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -78,8 +80,13 @@ class Device(ABC):
         """An arena of device memory."""
 
     @abstractmethod
-    def fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None], what: str = "") -> Transfer:
-        """Starts the copies, once `ready()` has returned; after the transfer's wait() what is computed sees them. `what`: a trace's name for it."""
+    def fetch(
+        self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None], what: str = "", then: Callable[[], None] | None = None
+    ) -> Transfer:  # fmt: skip
+        """Starts the copies, once `ready()` has returned; after the transfer's wait() what is computed sees them. `what`: a trace's name for it.
+
+        `then()` is called, in one thread in the order of these calls, when the copies are there for what it has the device do.
+        """
 
     @abstractmethod
     def send(self, source: torch.Tensor, land: Landing) -> Transfer:
@@ -108,6 +115,14 @@ class Device(ABC):
         for work in after:
             work.wait()
         return source.clone()
+
+    def mark(self) -> Any:
+        """The present point of what the calling thread has the device do."""
+        return None
+
+    def beside(self, mark: Any) -> AbstractContextManager[None]:
+        """While the context lasts, what the calling thread has the device do comes after `mark`, and compute does not wait for it."""
+        return nullcontext()
 
     def scratch(self, nbytes: int) -> torch.Tensor:
         """Device memory to fetch into, `nbytes` of uint8 on a page; it may be dropped while the fetch is under way."""
@@ -204,16 +219,34 @@ class CpuDevice(Device):
     direct = True
     compute = torch.device("cpu")
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._in: SwapQueue | None = None  # what other ranks take part in waits for them on a thread of its own
+
     def memory(self, nbytes: int) -> Arena:
         return Arena("device", nbytes)
 
-    def fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None], what: str = "") -> Transfer:
+    def fetch(
+        self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None], what: str = "", then: Callable[[], None] | None = None
+    ) -> Transfer:  # fmt: skip
+        if then is None:
+            return self._fetch(copies, frames, ready, lambda target, host: target.copy_(host))
+        together = then
+
+        def run() -> None:
+            self._fetch(copies, frames, ready, _put).wait()
+            together()
+
+        self._in = self._in or SwapQueue("h2d", stalls=self.stalls, cause=FETCH)
+        return self._in.submit(run, sum(c.nbytes for c in copies), what=what)
+
+    def _fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None], put: Callable[..., object]) -> Transfer:
         ready()
         parts: list[Transfer] = []
         with self.stalls.waiting(FETCH):
             for copy in copies:
                 if copy.shard.memory is not None:
-                    copy.target.view(-1).copy_(_host_view(copy))
+                    put(copy.target.view(-1), _host_view(copy))
                 elif copy.plain:
                     parts.append(copy.shard.read_async(copy.start, copy.target.view(-1).view(torch.uint8)))
                 else:
@@ -232,6 +265,15 @@ class CpuDevice(Device):
         with self.stalls.waiting(ACTIVATION):
             store(_put)
         return Done()
+
+    def settle(self) -> None:
+        if self._in is not None:
+            self._in.drain()
+
+    def close(self) -> None:
+        if self._in is not None:
+            self._in.close()
+        self.keep(None, 0)
 
 
 class SimDevice(Device):
@@ -252,7 +294,9 @@ class SimDevice(Device):
     def memory(self, nbytes: int) -> Arena:
         return Arena("device", nbytes)
 
-    def fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None], what: str = "") -> Transfer:
+    def fetch(
+        self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None], what: str = "", then: Callable[[], None] | None = None
+    ) -> Transfer:  # fmt: skip
         for copy in copies:
             copy.target.view(-1).view(torch.uint8).fill_(0xFF)  # NaN: computing before the copy arrived shows
 
@@ -264,10 +308,12 @@ class SimDevice(Device):
                 else:
                     assert frames is not None
                     _through_frames(copy, frames, _put)
+            if then is not None:
+                then()
 
         nbytes = sum(c.nbytes for c in copies)
         self.moved["h2d"] += nbytes
-        return self._in.submit(run, nbytes, what=what)
+        return self._in.submit(run, nbytes, what=what, together=then is not None)
 
     def send(self, source: torch.Tensor, land: Landing) -> Transfer:
         nbytes = source.numel() * source.element_size()

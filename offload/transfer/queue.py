@@ -29,7 +29,7 @@ class _Job:
     def __init__(self, queue: SwapQueue, run: Callable[[], None], nbytes: int, what: str) -> None:
         self._queue, self.what = queue, what
         self._run: Callable[[], None] | None = run
-        self.nbytes = nbytes
+        self.nbytes, self.together = nbytes, False
         self.error: BaseException | None = None
         self.done = False
 
@@ -82,12 +82,15 @@ class SwapQueue:
         self._pending_bytes = 0
         self._changed = threading.Condition()
         self._demanded = 0  # waiters; a put-off transfer runs once there is one
+        self._awaited_elsewhere = 0  # pending jobs that other processes wait for, which are not put off
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name=f"offload-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, run: Callable[[], None], nbytes: int, pending_bytes_most: int | None = None, what: str = "") -> _Job:
-        """Queues a transfer of `nbytes`, called `what` in a trace.
+    def submit(
+        self, run: Callable[[], None], nbytes: int, pending_bytes_most: int | None = None, what: str = "", together: bool = False
+    ) -> _Job:  # fmt: skip
+        """Queues a transfer of `nbytes`, called `what` in a trace. `together`: other processes take part in it.
 
         Waits first until what is pending and it are no more than `pending_bytes_most`, or nothing is pending.
         """
@@ -103,6 +106,8 @@ class SwapQueue:
                     self._changed.wait_for(lambda: not self._full(room))
                 self._demanded -= 1
             self._jobs.append(job)
+            job.together = together
+            self._awaited_elsewhere += together
             self._pending_bytes += nbytes
             self._changed.notify_all()
         return job
@@ -156,7 +161,7 @@ class SwapQueue:
                 if not self._jobs:
                     return
                 lazy = self._pace.lazy()
-                while lazy and not self._demanded and not self._closing and len(self._jobs) < self._bound:
+                while lazy and not self._demanded and not self._awaited_elsewhere and not self._closing and len(self._jobs) < self._bound:
                     self._changed.wait()
                 job = self._jobs[0]
             recorder = self._stalls.recorder
@@ -167,6 +172,7 @@ class SwapQueue:
                 recorder.span(self.name, job.what, start, {"bytes": job.nbytes})
             with self._changed:
                 self._jobs.popleft()
+                self._awaited_elsewhere -= job.together
                 self._pending_bytes -= job.nbytes
                 self.moved_bytes += job.nbytes
                 job.done = True

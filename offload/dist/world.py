@@ -1,0 +1,326 @@
+"""One rank's view of all ranks: collectives that say who is late or gone, and small values shared.
+
+torch.distributed is met in this package alone, and only where there are several ranks. On CPUs collectives are messages between ranks
+(`link.py`) and sums in the order of ranks (`sums.py`), made by whoever waits for them; on CUDA they are NCCL's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+
+from offload.dist.board import Board
+from offload.dist.link import Link, Lost
+from offload.dist.sums import Spaces, Sum, SumForAll
+from offload.errors import ConfigError, RankError
+
+TIMEOUT = 600.0  # seconds
+TIMEOUT_VARIABLE = "OFFLOAD_COLLECTIVE_TIMEOUT"
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+_NOTED = 2.0  # seconds between a rank's notes
+
+
+class _Waitable(Protocol):
+    def wait(self) -> object: ...
+
+
+class Work:
+    """A collective under way; its tensors are its until `wait` returns. On CUDA the wait is the current stream's."""
+
+    def __init__(self, world: World | None, what: str, parts: Sequence[_Waitable] = (), then: Callable[[], object] | None = None) -> None:
+        self._world, self._what, self._parts, self._then = world, what, parts, then
+
+    def wait(self) -> None:
+        """Raises `RankError`, naming this rank, the other where it is known, what was waited for and how long. A second call returns at once."""
+        parts, self._parts = self._parts, ()
+        if parts and self._world is not None:
+            self._world._wait(self._what, parts)
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+
+
+class World:
+    """Rank `rank` of `size`; `local_rank` of `local_size` on this machine.
+
+    `moved` counts by kind the bytes that this rank must receive by the book: (n-1)/n of the whole buffer, for an all-reduce twice that.
+    Collectives of one name must be begun in one order on all ranks; on CPUs those of different names need not be, but each thread must wait for its
+    reductions in one order. Any thread may begin them, while `share` and what is made of it are one thread's at a time.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self.local_rank, self.local_size = 0, 1
+        self.moved: dict[str, int] = dict.fromkeys(KINDS, 0)
+        self._counting = threading.Lock()
+        self._closed, self._owner, self._group = False, False, None  # type: tuple[bool, bool, Any]
+
+    @classmethod
+    def alone(cls) -> World:
+        """Rank 0 of 1, for which every collective is a copy or nothing."""
+        return cls()
+
+    @classmethod
+    def current(cls, mesh: Any = None, device: str | None = None) -> World:
+        """That of a 1-D DeviceMesh, of an initialised default group, or of torchrun's environment, which initialises one; else `alone()`.
+
+        Every call without a mesh gives the same one until it is closed. `device`: "cuda" or "cpu", what collectives will be of; unless given,
+        both where there is a GPU. ConfigError for another mesh and half an environment.
+        """
+        if mesh is not None:
+            return _of_mesh(mesh, device)
+        distributed = sys.modules.get("torch.distributed")
+        group = distributed.group.WORLD if distributed is not None and distributed.is_available() else None
+        if not _default or _default[0]._closed or _default[0]._group is not group:
+            world = _of_environment(device)
+            if world.size == 1:
+                return world
+            _default[:] = [world]
+        return _default[0]
+
+    def gather_into(self, full: torch.Tensor, own: torch.Tensor, what: str) -> Work:
+        """Starts to fill `full` [size * S] with every rank's `own` [S], same dtype and device, which may be the part of it that is this rank's."""
+        if full.numel() != self.size * own.numel() or full.dtype != own.dtype:
+            raise ValueError(f"{what}: {own.numel()} {own.dtype} of each of {self.size} ranks is not {full.numel()} {full.dtype}")
+        self._count("all_gather", full)
+        if self.size == 1:
+            if full.data_ptr() != own.data_ptr():
+                full.copy_(own)
+            return Work(None, what)
+        name = f"all-gather of {what}"
+        if full.is_cuda:
+            import torch.distributed as dist
+
+            return self._work(name, lambda: [dist.all_gather_into_tensor(full, own, group=self._gathers, async_op=True)])
+        return self._work(name, lambda: self._gather_link.gather(list(full.view(self.size, -1)), own, name))
+
+    def reduce_scatter(self, own: torch.Tensor, full: torch.Tensor, what: str) -> Work:
+        """Starts to set `own` [S], in a dtype of its own, to the sum over ranks of this rank's part of `full` [size * S]; it may be that part.
+
+        Summed in the order of ranks, in fp32 at least, on CPUs; as NCCL does on CUDA.
+        """
+        if full.numel() != self.size * own.numel():
+            raise ValueError(f"{what}: {full.numel()} elements are not {own.numel()} of each of {self.size} ranks")
+        self._count("reduce_scatter", full)
+        if self.size == 1:
+            if full.data_ptr() != own.data_ptr():
+                own.copy_(full)
+            return Work(None, what)
+        name = f"reduce-scatter of {what}"
+        if full.is_cuda:
+            import torch.distributed as dist
+
+            out = own if own.dtype == full.dtype else torch.empty_like(own, dtype=full.dtype)
+            work = self._work(name, lambda: [dist.reduce_scatter_tensor(out, full, group=self._reduces, async_op=True)])
+            work._then = (lambda: own.copy_(out)) if out is not own else None
+            return work
+        return self._work(name, lambda: [Sum(self._sum_link, self._spaces, list(full.view(self.size, -1)), own, name)])
+
+    def all_reduce(self, x: torch.Tensor, what: str, op: Literal["sum", "max"] = "sum") -> Work:
+        """Starts to set `x`, contiguous, to the sum or the largest over ranks, of the same bits on all; sums as in `reduce_scatter`."""
+        self._count("all_reduce", x)
+        if self.size == 1:
+            return Work(None, what)
+        name = f"all-reduce of {what}"
+        if x.is_cuda:
+            import torch.distributed as dist
+
+            operation = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+            return self._work(name, lambda: [dist.all_reduce(x, operation, group=self._reduces, async_op=True)])
+        return self._work(name, lambda: [SumForAll(self._sum_link, self._spaces, x.view(-1), name, op == "max")])
+
+    def share(self, value: Any, what: str = "values") -> list[Any]:
+        """Every rank's `value`, as JSON has it (a tuple comes as a list), by rank. Blocks; not for what is large."""
+        return [json.loads(text) for text in self._exchange(json.dumps(value), what)] if self.size > 1 else [value]
+
+    def broadcast(self, value: Any, source: int = 0, what: str = "a decision") -> Any:
+        """Rank `source`'s `value`, as JSON has it; that of others is not looked at."""
+        return self.share(value if self.rank == source else None, what)[source]
+
+    def barrier(self, what: str) -> None:
+        """Returns when every rank has come to it."""
+        self.share(None, what)
+
+    def agree(self, value: Any, what: str) -> None:
+        """ConfigError, on all ranks, unless all give the same `value`."""
+        found = self.share(value, what)
+        for rank, other in enumerate(found):
+            if other != found[0]:
+                raise ConfigError(f"{what} differs between ranks: {found[0]!r} on rank 0, {other!r} on rank {rank}; give all ranks the same")
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the other ranks what ends this one, and lets go of whatever they or this one wait for. Nothing is collective afterwards."""
+        if self.size > 1 and not self._closed:
+            self._board.fail(f"{type(error).__name__}: {' '.join(str(error).split())}")
+            self._cut()
+
+    def close(self) -> None:
+        """Ends this rank's connections; the other ranks' collectives with it fail. More calls do nothing."""
+        if self.size > 1 and not self._closed:
+            self._closed = True
+            self._board.close()
+            if self._owner:
+                import torch.distributed as dist
+
+                atexit.unregister(self.close)
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+
+    # ---- several ranks
+
+    def _connect(self, ranks: list[int], device: str | None) -> None:
+        """Makes the groups; all of `ranks` do at once."""
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+        self._timeout, self._group = _timeout(), dist.group.WORLD
+        _connected[0] += 1
+        nccl = device != "cpu" and torch.cuda.is_available() and dist.is_nccl_available()
+
+        def group(backend: str) -> Any:
+            return dist.new_group(ranks, timeout=_patience(), backend=backend, use_local_synchronization=True)
+
+        self._gathers, self._reduces = (group("cpu:gloo,cuda:nccl" if nccl else "gloo") for _ in range(2))
+        self._gather_link, self._sum_link, self._talk = (
+            Link(g, self.rank, self.size, self._timeout) for g in (self._gathers, self._reduces, group("gloo"))
+        )  # fmt: skip
+        self._links = [self._gather_link, self._sum_link, self._talk]
+        store = PrefixStore(f"offload/{_connected[0]}/{ranks}", _get_default_store())
+        self._board = Board(store, self.rank, min(_NOTED, self._timeout / 4), self._cut)
+        self._spaces = Spaces(self.size)
+        hosts = self.share(os.environ.get("GROUP_RANK") or socket.gethostname(), "names of machines")
+        self.local_rank, self.local_size = hosts[: self.rank].count(hosts[self.rank]), hosts.count(hosts[self.rank])
+
+    def _cut(self) -> None:
+        for link in self._links:
+            link.cut()
+
+    def _count(self, kind: str, buffer: torch.Tensor) -> None:
+        with self._counting:
+            self.moved[kind] += buffer.nbytes * (self.size - 1) // self.size * (2 if kind == "all_reduce" else 1)
+
+    def _work(self, name: str, start: Callable[[], Sequence[_Waitable]]) -> Work:
+        self._board.at = f"the {name}"
+        try:
+            return Work(self, f"the {name}", start())
+        except Lost as lost:
+            raise self._error(f"the {name}", lost.peer, lost.late, lost.seconds) from None
+
+    def _wait(self, what: str, parts: Sequence[_Waitable]) -> None:
+        board, start = self._board, time.monotonic()
+        before, board.at = board.at, f"a wait for {what}"
+        try:
+            for part in parts:
+                part.wait()
+        except Lost as lost:
+            raise self._error(what, lost.peer, lost.late, lost.seconds) from None
+        except RuntimeError as error:  # NCCL's
+            raise self._error(what, None, time.monotonic() - start >= 0.95 * self._timeout, time.monotonic() - start) from error
+        board.at = before
+
+    def _exchange(self, text: str, what: str) -> list[str]:
+        """Every rank's text."""
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        sizes = list(torch.zeros(self.size, 1, dtype=torch.int64))
+        self._work(what, lambda: self._talk.gather(sizes, torch.tensor([data.numel()]), what)).wait()
+        texts = [torch.empty(int(n), dtype=torch.uint8) for n in sizes]
+        self._work(what, lambda: self._talk.gather(texts, data, what)).wait()
+        return [bytes(t.numpy()).decode() for t in texts]
+
+    def _error(self, what: str, peer: int | None, late: bool, seconds: float) -> RankError:
+        failed = self._board.failure()
+        if failed is not None:
+            text = f"rank {failed[0]} has failed: {failed[1]}; so {what} cannot be on rank {self.rank} after {seconds:.0f} s"
+        elif peer is None:
+            text = f"{what} failed on rank {self.rank} after {seconds:.0f} s"
+        elif late:
+            last = self._board.last(peer)
+            text = (
+                f"rank {peer} has not come to {what}, for which rank {self.rank} has waited {seconds:.0f} s; "
+                f"{f'it was last at {last}' if last else 'it has not told where it is'}. {TIMEOUT_VARIABLE} sets the seconds to wait"
+            )
+        else:
+            text = f"rank {self.rank} has lost its connection to rank {peer} in {what}, after {seconds:.0f} s: its process has ended, or the network"
+        error = RankError(text)
+        error.told = failed is not None
+        return error
+
+
+_default: list[World] = []  # that of the whole job, while it is open
+_connected = [0]  # how many there were: the same on all ranks
+
+
+def _timeout() -> float:
+    text = os.environ.get(TIMEOUT_VARIABLE, "")
+    if not text:
+        return TIMEOUT
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise ConfigError(f"{TIMEOUT_VARIABLE} = {text!r}: give seconds, more than 0")
+    return seconds
+
+
+def _patience() -> timedelta:
+    """For connections to be made, which takes a while on a machine that is busy."""
+    return timedelta(seconds=max(_timeout(), 120.0))
+
+
+def _of_mesh(mesh: Any, device: str | None) -> World:
+    dimensions = getattr(mesh, "ndim", None)
+    if dimensions != 1:
+        raise ConfigError(f"mesh has {dimensions} dimensions: give a DeviceMesh of one, as mesh['shard'] takes it from a larger one")
+    import torch.distributed as dist
+
+    ranks = dist.get_process_group_ranks(mesh.get_group())
+    world = World(ranks.index(dist.get_rank()), len(ranks))
+    if world.size > 1:
+        world._connect(ranks, device)
+    return world
+
+
+def _of_environment(device: str | None) -> World:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        world = World(distributed.get_rank(), distributed.get_world_size())
+    else:
+        size, rank = (os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK"))
+        if size in ("", "0", "1"):
+            return World.alone()
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+        if missing or not size.isdigit() or not rank.isdigit():
+            raise ConfigError(
+                f"WORLD_SIZE = {size!r} without {', '.join(missing) or 'a RANK that is a number'}: start ranks with torchrun, or unset it"
+            )
+        world = World(int(rank), int(size))
+        _initialise(world, device)
+    if world.size > 1:
+        world._connect(list(range(world.size)), device)
+    return world
+
+
+def _initialise(world: World, device: str | None) -> None:
+    import torch.distributed as dist
+
+    nccl = device != "cpu" and torch.cuda.is_available() and dist.is_nccl_available()
+    if nccl:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", world.rank)) % torch.cuda.device_count())
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=_patience())
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise RankError(f"rank {world.rank} of {world.size} finds no others at {where}: {' '.join(str(error).split())}") from None
+    world._owner = True
+    atexit.register(world.close)  # what loops of one's own leave open

@@ -1,0 +1,98 @@
+"""Checkpoints of several ranks: one file that any number of ranks loads, under any stage, to the bit; and errors of one rank that all have."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from ranks import run
+
+from offload.checkpoint.manifest import verify
+
+SCRIPT = """
+import errno, json, os, sys, torch, offload
+from helpers import Net
+from offload.checkpoint import disk
+from offload.dist.world import World
+from offload.errors import CheckpointError
+
+what, where, stage, moments, place = sys.argv[1:6]
+world = World.current(device="cpu")
+torch.manual_seed(0 if what != "load" else 1)
+model = Net(vocab=300, width=65, depth=2)
+model.blocks[0].up.weight.requires_grad_(False)
+model.register_buffer("kept", torch.arange(5.0) if what != "load" else torch.zeros(5))
+precision = offload.Precision(compute="bf16", grad="fp32", master="split", moments=moments)
+tiers = offload.Tiers(device="64MiB", host="64MiB", nvme=[(os.path.join(os.path.dirname(where), "swap"), "64MiB")])
+places = {role: place for role in ("parameter", "gradient", "optimizer")} if place != "any" else None
+offload.prepare(model, tiers, device="cpu", precision=precision, place=places, stage=int(stage), seed=3)
+optimizer = offload.optim.AdamW(model.parameters(), lr=1e-2)
+extra = None
+if what == "load":
+    extra = offload.load(where, model, optimizer)
+    assert model.kept.tolist() == [0, 1, 2, 3, 4]
+else:
+    for step in range(2):
+        ids = torch.randint(0, 300, (2, 8), generator=torch.Generator().manual_seed(10 * step + world.rank))
+        model(ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if what == "full" and world.rank == 1:
+        def write(file, data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        disk.write = write
+    try:
+        offload.save(where, model, optimizer, extra={"step": 2, "t": torch.tensor([1.5])})
+    except CheckpointError as error:
+        print(json.dumps(str(error)))
+        world.barrier("the end")
+        raise SystemExit(0)
+print(json.dumps([offload.runtime(model).digest(), extra is None or extra["t"].tolist() == [1.5]]))
+offload.runtime(model).close()
+world.barrier("the end")
+world.close()
+"""
+
+
+def on(ranks: int, *args: object) -> list[object]:
+    """What each rank says: the digest, and whether `extra` is as it was."""
+    said = [json.loads(text.splitlines()[-1]) for text in run(SCRIPT, ranks, *map(str, args))]
+    assert said == [said[0]] * ranks
+    return said[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "moments", "place", "then"),
+    [
+        (2, 3, "fp32", "nvme", [(1, 3, "host"), (3, 1, "any")]),
+        (2, 1, "int8", "host", [(1, 3, "nvme"), (2, 2, "host")]),
+        (1, 3, "bf16", "nvme", [(2, 0, "any"), (3, 3, "nvme")]),
+    ],
+)  # fmt: skip
+def test_any_number_of_ranks_loads_it_to_the_bit(
+    tmp_path: Path, ranks: int, stage: int, moments: str, place: str, then: list[tuple[int, int, str]]
+) -> None:
+    path = tmp_path / "saved"
+    saved = on(ranks, "save", path, stage, moments, place)
+    verify(path)
+    for other, another, elsewhere in then:
+        assert on(other, "load", path, another, moments, elsewhere) == saved, (other, another, elsewhere)
+    assert sorted(os.listdir(tmp_path)) == ["saved", "swap"] or os.listdir(tmp_path) == ["saved"]
+
+
+def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path: Path) -> None:
+    said = on(2, "full", tmp_path / "saved", 3, "fp32", "host")
+    assert "No space left on device" in str(said) and "on rank 1" in str(said)
+    assert not [name for name in os.listdir(tmp_path) if name != "swap"]
+
+
+def test_a_damaged_one_is_refused_by_all(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    on(2, "save", path, 3, "fp32", "host")
+    data = bytearray((path / "tensors.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "tensors.safetensors").write_bytes(data)
+    with pytest.raises(AssertionError, match="CheckpointError.*damaged: its bytes are not those that were saved"):
+        on(2, "load", path, 3, "fp32", "host")

@@ -1,0 +1,98 @@
+"""Training on two ranks: every stage gives the same bits wherever state rests, and what one rank gives at twice the batch."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import cases
+import pytest
+from ranks import ROOT, run
+
+STAGES = (0, 1, 2, 3)
+SPLIT = ("bf16", "bf16", "split", "int8")
+
+# what is trained; settings of each group change nothing that is computed
+GROUPS: dict[str, list[dict[str, Any]]] = {
+    "clip": [{"stage": s, "clip": 0.5} for s in STAGES]
+    + [{"stage": s, "clip": 0.5, "place": "nvme"} for s in STAGES]
+    + [{"stage": s, "clip": 0.5, "device": "sim"} for s in (0, 1, 2, 3)]
+    + [{"stage": s, "clip": 0.5, "device": "sim", "place": "nvme"} for s in (2, 3)]
+    + [{"stage": 3, "clip": 0.5, "activations": "recompute"}],
+    "clip by torch": [{"stage": s, "clip": 0.5, "by_torch": True} for s in STAGES],
+    "accumulate": [{"stage": s, "accumulate": 2} for s in STAGES] + [{"stage": 3, "accumulate": 2, "place": "nvme", "device": "sim"}],
+    "frozen": [{"stage": s, "frozen": True, "clip": 1.0} for s in STAGES] + [{"stage": 3, "frozen": True, "clip": 1.0, "place": "nvme"}],
+    "a parameter unused": [{"stage": s, "use": "extra", "clip": 1.0} for s in STAGES],
+    "a unit unused": [{"stage": s, "use": "side", "clip": 1.0} for s in (0, 1, 2)],
+    "split int8": [{"stage": s, "precision": SPLIT, "clip": 1.0} for s in STAGES]
+    + [{"stage": s, "precision": SPLIT, "clip": 1.0, "place": "nvme"} for s in (1, 3)],
+    "meta": [{"stage": s, "meta": True} for s in (0, 3)],
+    "bytes": [{"stage": s, "steps": 2} for s in STAGES],
+}  # fmt: skip
+ALL = [(name, settings) for name, group in GROUPS.items() for settings in group]
+
+SCRIPT = f"""
+import json, sys
+sys.path.insert(0, {str(ROOT / "tests" / "dist")!r})
+import torch
+torch.set_num_threads(1)
+import cases
+from offload.dist.world import World
+for settings in json.loads(sys.argv[1]):
+    print(json.dumps(cases.train(**settings)), flush=True)
+World.current().close()
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[tuple[dict[str, Any], list[dict[str, Any]]]]]:
+    """By group, each of its settings with what came of it on both ranks."""
+    outs = run(SCRIPT, 2, json.dumps([settings for _, settings in ALL]), env={"OFFLOAD_COLLECTIVE_TIMEOUT": "120"})
+    lines = [[json.loads(line) for line in out.splitlines()] for out in outs]
+    by_group: dict[str, list[tuple[dict[str, Any], list[dict[str, Any]]]]] = {}
+    for i, (name, settings) in enumerate(ALL):
+        by_group.setdefault(name, []).append((settings, [lines[rank][i] for rank in range(2)]))
+    return by_group
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_stages_and_places_give_the_same_bits(found: Any, name: str) -> None:
+    first = found[name][0][1][0]
+    for settings, results in found[name]:
+        for result in results:
+            for key in ("losses", "norms", "digest", "gradients", "state_dict", "moments"):
+                assert result[key] == first[key], (settings, key)
+
+
+@pytest.mark.parametrize("name", [n for n in GROUPS if "int8" not in n])
+def test_as_one_rank_at_the_whole_batch(found: Any, name: str) -> None:
+    settings, (result, _) = found[name][0]
+    alone = cases.train(**settings | {"stage": 3})
+    assert result["losses"] == pytest.approx(alone["losses"], rel=2e-5)
+    assert result["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+    assert result["values"] == pytest.approx(alone["values"], rel=1e-3, abs=0.05)  # sums; Adam magnifies what rounds to either side of zero
+    assert alone["held"] == alone["state_bytes"] and "all_gather" not in alone["moved"]
+
+
+def test_bytes_of_communication(found: Any) -> None:
+    """By the book: (n - 1) / n of a buffer for a gather or a scatter, twice that for an all-reduce; padding counts."""
+    steps = 2
+    for settings, results in found["bytes"]:
+        for result in results:
+            moved, part = result["moved"], result["flat_bytes"] // 2
+            stage = settings["stage"]
+            assert moved["reduce_scatter"] == (part * steps if stage >= 2 else 0)
+            if stage < 2:
+                assert moved["all_reduce"] == 2 * part * steps
+            else:
+                assert 0 < moved["all_reduce"] < part // 50 * steps  # sums of squares, of 8 bytes a block of 4096 elements
+            if stage < 3:
+                assert moved["all_gather"] == (part * steps if stage else 0)
+            else:
+                assert part * steps <= moved["all_gather"] <= 2 * part * steps  # a unit whose slot nobody wanted is not gathered again
+
+
+def test_state_is_divided(found: Any) -> None:
+    for settings, results in found["bytes"]:
+        whole, share = results[0]["state_bytes"], {0: 16, 1: 12, 2: 10, 3: 8}[settings["stage"]] / 16
+        assert sum(r["held"] for r in results) == pytest.approx(2 * whole * share)

@@ -1,0 +1,186 @@
+"""Training runs on several ranks under torchrun: the losses of one rank at as large a batch, what the run directory has, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import LONG, ROOT
+
+from offload.config import RunConfig
+from offload.train.loop import train
+
+RUN = """
+[model]
+type = "llama"
+config = {{ vocab_size = 128, hidden_size = 64, intermediate_size = 96, num_hidden_layers = 2, num_attention_heads = 4 }}
+[data]
+source = "random"
+seq_length = 16
+batch_size = {batch_size}
+accumulate = {accumulate}
+eval_sequences = 3
+[tiers]
+device = "64MiB"
+host = "48MiB"
+nvme = [["swap", "64MiB"]]
+place = {{ optimizer = "nvme" }}
+[precision]
+compute = "fp32"
+grad = "fp32"
+[optimizer]
+lr = 1e-2
+clip = 1.0
+[train]
+steps = 4
+device = "cpu"
+stage = {stage}
+activations = "recompute"
+{more}
+"""
+
+
+def write(where: Path, *, batch_size: int = 2, accumulate: int = 1, stage: int = 3, more: str = "") -> Path:
+    where.mkdir(parents=True, exist_ok=True)
+    (where / "run.toml").write_text(RUN.format(batch_size=batch_size, accumulate=accumulate, stage=stage, more=more))
+    return where / "run.toml"
+
+
+def start(ranks: int, run: Path, *args: str) -> subprocess.Popen[str]:
+    """torchrun, on a port that it finds itself."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "offload", "train", str(run)]
+    return subprocess.Popen(
+        [*command, "--json", *args],
+        cwd=run.parent,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def on(ranks: int, run: Path, *args: str, code: int = 0) -> tuple[dict[str, Any], str]:
+    """The summary and what was said on standard error."""
+    process = start(ranks, run, *args)
+    try:
+        out, err = process.communicate(timeout=LONG)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == code, err[-3000:]
+    return (json.loads(out) if code == 0 else {}), err
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One rank with the batches of two."""
+    where = tmp_path_factory.mktemp("alone")
+    return train(RunConfig.load(write(where, batch_size=4)), str(where / "out"))
+
+
+def close(a: Any, b: Any) -> bool:
+    return bool(a == pytest.approx(b, rel=1e-4))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_two_ranks_train_as_one_does_on_the_same_sequences(alone: dict[str, Any], tmp_path: Path, stage: int) -> None:
+    summary, _ = on(2, write(tmp_path, stage=stage), "--out", "out")
+    for key in ("losses", "eval_loss_first", "eval_loss_last", "loss_last"):
+        assert close(summary[key], alone[key]), key
+    assert summary["tokens"] == alone["tokens"] == 4 * 4 * 16 and summary["ranks"] == 2 and summary["stage"] == stage
+    parameters = alone["parameters"]
+    share = {0: 16, 1: 12, 2: 10, 3: 8}[stage]  # fp32: parameter 4, gradient 4, moments 8
+    assert len(summary["state_bytes_per_rank"]) == 2
+    held = summary["state_bytes_per_rank"]
+    assert sum(held) == 2 * parameters * share and min(held) > 0.7 * parameters * share, (
+        held
+    )  # units are small, and cut at multiples of 4096 elements
+    moved = summary["moved_bytes"]
+    assert (moved["all_gather"] > 0) == (stage > 0) and (moved["reduce_scatter"] > 0) == (stage > 1), moved
+    out = tmp_path / "out"
+    assert json.loads((out / "summary.json").read_text()) == summary
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == summary["losses"] and all(line["tokens"] == 64 for line in lines)
+    assert not {name for name in os.listdir(out)} - {"config.toml", "metrics.jsonl", "summary.json", "trace.json.gz", ".lock"}
+    assert not list((tmp_path / "swap").glob("*"))
+
+
+def test_texts_are_tokenized_once_for_all(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w0"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    (tmp_path / "texts").mkdir()
+    for number in range(8):
+        (tmp_path / f"texts/{number}.txt").write_text(" ".join(f"w{(7 * i * number + i) % 128}" for i in range(600)))
+    model = tmp_path / "model"
+    model.mkdir()
+    made.save(str(model / "tokenizer.json"))
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes}))
+    save_weights(model)
+    summaries = []
+    for name, ranks, size in (("one", 1, 4), ("two", 2, 2)):
+        run = write(tmp_path, batch_size=size)
+        run.write_text(run.read_text().replace('type = "llama"', 'path = "model"').replace('source = "random"', 'source = "texts/*.txt"'))
+        run.write_text("\n".join(line for line in run.read_text().splitlines() if not line.startswith("config = ")))
+        summaries.append(on(ranks, run, "--out", name, "--set", "train.steps=2")[0])
+    assert close(summaries[0]["losses"], summaries[1]["losses"]) and close(summaries[0]["eval_loss_last"], summaries[1]["eval_loss_last"])
+
+
+def save_weights(directory: Path) -> None:
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(directory)).save_pretrained(directory)
+
+
+def test_what_one_rank_refuses_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/stranger").touch()
+    _, err = on(2, write(tmp_path), "--out", "out", code=1)
+    assert err.count("which is no part of a run that may be replaced") == 1 and "error: rank 0: out holds" in err, err
+    assert os.listdir(tmp_path / "out") == ["stranger"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_ranks_with_the_same_step_saved(tmp_path: Path, number: signal.Signals) -> None:
+    run = write(tmp_path, more="[checkpoint]\nevery = 1000")
+    process = start(2, run, "--out", "out", "--set", "train.steps=100000")
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            if line.startswith("step 3/"):
+                break
+        process.send_signal(number)
+        process.communicate(timeout=LONG)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert summary["interrupted"] and summary["steps"] >= 3 and summary["checkpoint"] == f"step-{summary['steps']:08d}"
+    assert os.listdir(tmp_path / "out/checkpoints") == [summary["checkpoint"]]
+    assert not list((tmp_path / "swap").glob("*"))
+
+
+def test_checkpoints_go_on_under_another_number_of_ranks_and_another_stage(alone: dict[str, Any], tmp_path: Path) -> None:
+    saved = "[checkpoint]\nevery = 2"
+    whole, _ = on(2, write(tmp_path, more=saved), "--out", "whole")
+    on(2, write(tmp_path, more=saved), "--out", "out", "--set", "train.steps=2")
+    one = write(tmp_path, batch_size=4, stage=1, more=saved)
+    first, _ = on(1, one, "--resume", "out", "--set", "train.steps=3")
+    assert first["losses"][:2] == whole["losses"][:2] and close(first["losses"], alone["losses"][:3])
+    two, _ = on(2, write(tmp_path, stage=2, more=saved), "--resume", "out")
+    assert two["losses"][:3] == first["losses"] and close(two["losses"], alone["losses"])
+    _, err = on(2, write(tmp_path, batch_size=4, more=saved), "--resume", "whole", "--set", "train.steps=6", code=1)
+    assert "data.batch_size is 4 and was 2" in err
+    _, err = on(1, write(tmp_path, batch_size=2, more=saved), "--resume", "whole", "--set", "train.steps=6", code=1)
+    assert "2 ranks x data.batch_size 2 x data.accumulate 1" in err
