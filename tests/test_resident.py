@@ -135,6 +135,44 @@ def test_sums_stay_on_the_device(tmp_path: Path) -> None:
         assert device.reads == 1
 
 
+def test_sums_of_squares_are_those_of_what_landed_last(tmp_path: Path) -> None:
+    """Whatever is asked first, and whatever has landed since: a unit that is used again, and gradients that were zeroed."""
+    x = torch.linspace(-1, 1, 64).view(4, 16)
+    plain = M.seeded(M.Order)
+    with M.prepared(M.seeded(M.Order), M.tiers(tmp_path), device=Latest(), precision=M.FP32, place=M.placed("device"), accumulate=2) as model:
+        for m in (plain, model):
+            M.mean_square(m, x).backward()
+            m.blocks[4](x).sum().backward()  # of all units the one that landed first
+        engine = engine_of(model)
+        gradients, records = engine.gradients, sorted((r for r in engine.records if r.trained), key=lambda r: "blocks.4" in r.name)
+        for record in records:
+            want = plain.get_parameter(record.name).grad
+            assert want is not None
+            assert gradients.norm_squared(record) == pytest.approx(float(want.double().square().sum()), rel=1e-12), record.name
+        M.mean_square(model, x).backward()
+        model.zero_grad(set_to_none=False)
+        assert float(offload.clip_grad_norm_(model, 1.0)) == 0.0
+
+
+def test_hyperparameters_are_those_of_the_step(tmp_path: Path) -> None:
+    """Whatever is done to the table that they were given in, while the update is still to run."""
+
+    def stepped(spoil: bool) -> str:
+        with M.prepared(M.seeded(MAKE), M.tiers(tmp_path), device=Latest(), precision=M.FP32, place=M.placed("device")) as model:
+            resident, background = engine_of(model).resident, engine_of(model).background
+            loss(model).backward()
+            table = background.hyper()
+            for name, value in {"lr": 0.1, "beta2": 0.9, "step": 1, "active": 1, "grad_scale": 1.0}.items():
+                table[name] = value
+            for unit in resident.numbers:
+                resident.update(unit, table)
+            if spoil:
+                table["lr"] = 7.0
+            return offload.runtime(model).digest()
+
+    assert stepped(True) == stepped(False)
+
+
 def test_order_of_work(tmp_path: Path) -> None:
     """An update waits for no landing and a landing for no update: they have one order. A forward waits for the update of each unit it uses."""
     device = Latest()
@@ -259,6 +297,8 @@ def test_failed_work_is_raised(tmp_path: Path) -> None:
     optimizer = offload.optim.AdamW(model.parameters())
     loss(model).backward()
     optimizer.step()
+    with pytest.raises(RuntimeError, match="the kernel failed"):
+        optimizer.step()  # nothing has waited for the first one's
     for _ in range(2):
         with pytest.raises(RuntimeError, match="the kernel failed"):
             loss(model)

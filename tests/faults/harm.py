@@ -78,8 +78,8 @@ class Sent:
         self._send()
 
     def _send(self) -> None:
-        assert self.number == signal.SIGKILL or threading.current_thread() is threading.main_thread()
         while self.times:
+            assert self.number == signal.SIGKILL or threading.current_thread() is threading.main_thread()
             self.times -= 1
             os.kill(os.getpid(), self.number)
 
