@@ -180,7 +180,7 @@ class Engine:
             rows = first.shape[:-1].numel() if first.is_floating_point() else first.numel()  # features are no tokens
             batch = first.shape[0], max(1, rows // max(1, first.shape[0]))
             if self.world is not None:
-                told = self.world.share(batch, "the batch")
+                told = self.world.share(batch, "shape of the batch")
                 batch = max(b[0] for b in told), max(b[1] for b in told)
             made = self.plan.closed(Batch(*batch))
             if made.boundaries.nbytes:
@@ -365,7 +365,7 @@ class Engine:
 
     def _agreed_order(self, order: list[int]) -> list[int]:
         """Rank 0's: others may have used other units."""
-        return list(self.world.broadcast(order, what="the order of units")) if self.world is not None else order
+        return list(self.world.broadcast(order, what="order of units")) if self.world is not None else order
 
     def moment(self, record: Record, role: str) -> AtRest:
         return AtRest(MomentSource(record, self.state, role))

@@ -79,7 +79,7 @@ class Reduction:
         self.abandon()
         self.active = True
         own = set(expected)
-        for number in sorted(own.union(*self._world.share(sorted(own), "what the backward reaches"))):
+        for number in sorted(own.union(*self._world.share(sorted(own), "list of what a backward reaches"))):
             self._union.setdefault(self._records[number].unit, set()).add(number)
         for number in own:
             self._awaited.setdefault(self._records[number].unit, set()).add(number)
@@ -128,7 +128,7 @@ class Reduction:
         while self._at < len(self._order):
             self._reduce_next()
         late = sorted(number for bucket in self._open.values() for number in bucket.came)
-        told = self._world.share([late, self._completed], "the end of the backward")
+        told = self._world.share([late, self._completed], "end of the backward")
         more: dict[int, set[int]] = {}
         for number in sorted({n for numbers, _ in told for n in numbers}):
             more.setdefault(self._records[number].unit, set()).add(number)
