@@ -318,14 +318,16 @@ def _of_environment(device: str | None) -> World:
 
 def _initialise(world: World, device: str | None) -> None:
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
 
     nccl = device != "cpu" and torch.cuda.is_available() and dist.is_nccl_available()
     if nccl:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", world.rank)) % torch.cuda.device_count())
     try:
-        store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=_patience()))
+        store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=_patience()))
         # torchrun keeps one store when it starts ranks again: what those before left in it must not be taken for news
-        store = dist.PrefixStore(_start(), store)
+        store = PrefixStore(_start(), store)
         dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", store=store, rank=world.rank, world_size=world.size, timeout=_patience())
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
