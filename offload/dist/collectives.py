@@ -8,7 +8,8 @@ from offload.dist.world import World
 
 
 def assemble(world: World, out: torch.Tensor, what: str) -> None:
-    """Fills `out` (contiguous, CPU, any dtype), of which each rank has its part and zeros (all bytes) elsewhere, with every rank's. Parts do not overlap.
+    """Fills `out` (contiguous, CPU, any dtype), of which each rank has its part and zeros (all bytes) elsewhere, with every rank's. Parts do not
+    overlap.
 
     A collective: all ranks call it, in one order. Bytes are added as integers, so -0.0 and NaNs keep their bits.
     """

@@ -195,7 +195,7 @@ class World:
             Link(g, self.rank, self.size, self._timeout) for g in (self._gathers, self._reduces, group("gloo"))
         )  # fmt: skip
         self._links = [self._gather_link, self._sum_link, self._talk]
-        store = PrefixStore(f"offload/{_connected[0]}/{ranks}", _get_default_store())
+        store = PrefixStore(f"offload/{_start()}/{_connected[0]}/{ranks}", _get_default_store())
         self._board = Board(store, self.rank, min(_NOTED, self._timeout / 4), self._cut)
         self._spaces = Spaces(self.size)
         hosts = self.share(os.environ.get("GROUP_RANK") or socket.gethostname(), "names of machines")
@@ -278,6 +278,11 @@ def _patience() -> timedelta:
     return timedelta(seconds=max(_timeout(), 120.0))
 
 
+def _start() -> str:
+    """Which start of the job's ranks this is."""
+    return f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} of {os.environ.get('WORLD_SIZE', '')}"
+
+
 def _of_mesh(mesh: Any, device: str | None) -> World:
     dimensions = getattr(mesh, "ndim", None)
     if dimensions != 1:
@@ -313,12 +318,17 @@ def _of_environment(device: str | None) -> World:
 
 def _initialise(world: World, device: str | None) -> None:
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
 
     nccl = device != "cpu" and torch.cuda.is_available() and dist.is_nccl_available()
     if nccl:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", world.rank)) % torch.cuda.device_count())
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=_patience())
+        store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=_patience()))
+        # torchrun keeps one store when it starts ranks again: what those before left in it must not be taken for news
+        store = PrefixStore(_start(), store)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", store=store, rank=world.rank, world_size=world.size, timeout=_patience())
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RankError(f"rank {world.rank} of {world.size} finds no others at {where}: {' '.join(str(error).split())}") from None

@@ -79,9 +79,9 @@ def _hash(tensors: Any) -> str:
 
 
 def train(
-    stage: int = 3, place: str | None = "host", device: str = "cpu", precision: tuple[str, ...] = FP32, clip: float | None = None, accumulate: int = 1,
-    use: str = "all", frozen: bool = False, steps: int = 3, tiers: tuple[str, str] = ("8MiB", "16MiB"), activations: str = "auto",
-    meta: bool = False, by_torch: bool = False,
+    stage: int = 3, place: str | None = "host", device: str = "cpu", precision: tuple[str, ...] = FP32, clip: float | None = None,
+    accumulate: int = 1, use: str = "all", frozen: bool = False, steps: int = 3, tiers: tuple[str, str] = ("8MiB", "16MiB"),
+    activations: str = "auto", meta: bool = False, by_torch: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """What training came to on this rank. One rank does the micro-batches of all of them, one after another.
 

@@ -94,5 +94,5 @@ def test_a_damaged_one_is_refused_by_all(tmp_path: Path) -> None:
     data = bytearray((path / "tensors.safetensors").read_bytes())
     data[-1] ^= 1
     (path / "tensors.safetensors").write_bytes(data)
-    with pytest.raises(AssertionError, match="CheckpointError.*damaged: its bytes are not those that were saved"):
+    with pytest.raises(AssertionError, match=r"CheckpointError.*damaged: its bytes are not those that were saved"):
         on(2, "load", path, 3, "fp32", "host")

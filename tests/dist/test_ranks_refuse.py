@@ -35,7 +35,8 @@ out = {
     "stages differ": refused(lambda: offload.prepare(cases.net(), TIERS, device="cpu", precision=FP32, stage=world.rank)),
     "plan": refused(lambda: offload.prepare(cases.net(), TIERS, device="cpu", precision=FP32, plan=offload.plan(cases.net(), TIERS, precision=FP32))),
 }
-model = offload.prepare(cases.net(), offload.Tiers("8MiB", "16MiB", [(sys.argv[1], "16MiB")]), device="cpu", precision=FP32, place={"optimizer": "nvme"})
+tiers = offload.Tiers("8MiB", "16MiB", [(sys.argv[1], "16MiB")])
+model = offload.prepare(cases.net(), tiers, device="cpu", precision=FP32, place={"optimizer": "nvme"})
 world.barrier("all have files")
 out["files"] = sorted(name for name in os.listdir(sys.argv[1]))
 world.barrier("all have looked")

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from ranks import LONG, ROOT
 
@@ -52,10 +53,11 @@ def write(where: Path, *, batch_size: int = 2, accumulate: int = 1, stage: int =
     return where / "run.toml"
 
 
-def start(ranks: int, run: Path, *args: str) -> subprocess.Popen[str]:
+def start(ranks: int, run: Path, *args: str, restarts: int = 0) -> subprocess.Popen[str]:
     """torchrun, on a port that it finds itself."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "offload", "train", str(run)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    command += ["-m", "offload", "train", str(run)]
     return subprocess.Popen(
         [*command, "--json", *args],
         cwd=run.parent,
@@ -103,13 +105,14 @@ def test_two_ranks_train_as_one_does_on_the_same_sequences(alone: dict[str, Any]
     assert sum(held) == 2 * parameters * share and min(held) > 0.7 * parameters * share, (
         held
     )  # units are small, and cut at multiples of 4096 elements
+    assert all(summary["peak_bytes"][tier] <= most for tier, most in summary["budget_bytes"].items()), summary["peak_bytes"]
     moved = summary["moved_bytes"]
     assert (moved["all_gather"] > 0) == (stage > 0) and (moved["reduce_scatter"] > 0) == (stage > 1), moved
     out = tmp_path / "out"
     assert json.loads((out / "summary.json").read_text()) == summary
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == summary["losses"] and all(line["tokens"] == 64 for line in lines)
-    assert not {name for name in os.listdir(out)} - {"config.toml", "metrics.jsonl", "summary.json", "trace.json.gz", ".lock"}
+    assert not set(os.listdir(out)) - {"config.toml", "metrics.jsonl", "summary.json", "trace.json.gz", ".lock"}
     assert not list((tmp_path / "swap").glob("*"))
 
 
@@ -184,3 +187,28 @@ def test_checkpoints_go_on_under_another_number_of_ranks_and_another_stage(alone
     assert "data.batch_size is 4 and was 2" in err
     _, err = on(1, write(tmp_path, batch_size=2, more=saved), "--resume", "whole", "--set", "train.steps=6", code=1)
     assert "2 ranks x data.batch_size 2 x data.accumulate 1" in err
+
+
+def test_a_killed_rank_ends_the_others_and_a_restart_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    saved = "[checkpoint]\nevery = 2"
+    calm, _ = on(2, write(tmp_path / "calm", more=saved), "--out", "out", "--set", "train.steps=40")
+    run = write(tmp_path / "killed", more=saved)
+    process = start(2, run, "--resume", "out", "--set", "train.steps=40", restarts=1)
+    assert process.stderr is not None
+    said = []
+    try:
+        for line in process.stderr:
+            said.append(line)
+            if line.startswith("step 5/"):
+                break
+        (ours,) = [p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1"]
+        ours.kill()
+        out, err = process.communicate(timeout=LONG)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, err[-3000:]
+    summary = json.loads(out)
+    assert summary["digest"] == calm["digest"] and summary["losses"] == calm["losses"]
+    assert "rank 0: rank 0 has lost its connection to rank 1" in err and "goes on from" in err, err
+    assert not list((run.parent / "swap").glob("*"))
