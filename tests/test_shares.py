@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from offload.config import Precision
 from offload.errors import ConfigError, PlanError
+from offload.planner.demand import Batch
 from offload.planner.layout import ALIGN, CHUNK_ALIGN, Flat, ParameterSpec, UnitSpec, lay_out, pack, pack_shares
-from offload.planner.placement import Capacities, Plan, chunks_of, plan_units
+from offload.planner.placement import Capacities, Plan, chunks_of, keeping, plan_units
 from offload.planner.share import ABSENT, Share
 
 MIB = 1 << 20
@@ -120,6 +121,26 @@ def test_budgets_are_one_ranks() -> None:
     with pytest.raises(PlanError):
         planned(2, 0, 0, device=6 * MIB, host=5 * MIB, nvme=0)
     assert planned(2, 1, 3, device=6 * MIB, host=7 * MIB, nvme=0).resting["nvme"] == 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nothing_rests_in_the_memory_of_a_device_of_its_own(stage: int) -> None:
+    apart = Capacities(64 * MIB, 64 * MIB, 0, True, False)
+    alone, of_two = (plan_units(UNITS, apart, Precision("fp32", "fp32"), share=Share(ranks, 0, stage)) for ranks in (1, 2))
+    assert alone.resting["device"] == sum(sum(role.values()) for role in alone.describe().values())
+    assert of_two.resting["device"] == 0 and not any("device" in tiers for tiers in (of_two.parameter, *of_two.gradient, *of_two.state))
+    with pytest.raises(ConfigError, match="several ranks"):
+        plan_units(UNITS, apart, Precision("fp32", "fp32"), place={"optimizer": "device"}, share=Share(2, 0, stage))
+
+
+@pytest.mark.parametrize(("device", "kept"), [(68, 1), (104, 3), (104, 4)])
+def test_ranks_keep_the_units_that_one_of_them_chose(device: int, kept: int) -> None:
+    capacities, precision = Capacities(device * MIB, 64 * MIB, 64 * MIB, True, True, (64 * MIB,)), Precision("fp32", "fp32")
+    plans = [plan_units(UNITS, capacities, precision, batch=Batch(4, 700, 16), share=Share(3, rank, 3)) for rank in range(3)]
+    chosen = keeping(plans[0], kept)
+    others = [keeping(made, chosen.kept_least) for made in plans[1:]]
+    assert chosen.kept_least == kept != plans[0].kept_least and [made.share.rank for made in others] == [1, 2]
+    assert all((made.kept, made.recomputed, made.activations) == (chosen.kept, chosen.recomputed, chosen.activations) for made in others)
 
 
 def test_what_is_no_rank_or_stage_is_refused() -> None:
