@@ -121,13 +121,13 @@ def _run(pipe: Connection, stem: str, argv: list[str], harm: Harm | None) -> Non
     # What is measured before a run takes longer than these runs, and changes no bit of them.
     Trainer._measured = lambda *_: None  # type: ignore[method-assign,assignment]
     Toy.step = lambda toy: setattr(toy, "in_chunks", True)  # type: ignore[method-assign,assignment]
-    before, errors, fail = _threads(), [], app._fail
+    before, errors, fail = _threads(), [], app.fail
 
     def failing(error: object) -> int:
         errors.append(type(error).__name__)
         return fail(error)
 
-    app._fail = failing
+    app.fail = failing
     if harm is not None:
         harm(pipe)
     code = app.main(argv)
