@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from ranks import LONG, ROOT
+from ranks import run as on_each
 
 from offload.config import RunConfig
 from offload.train.loop import train
@@ -212,3 +213,31 @@ def test_a_killed_rank_ends_the_others_and_a_restart_goes_on_to_the_same_bits(tm
     assert summary["digest"] == calm["digest"] and summary["losses"] == calm["losses"]
     assert "rank 0: rank 0 has lost its connection to rank 1" in err and "goes on from" in err, err
     assert not list((run.parent / "swap").glob("*"))
+
+
+KEPT = """
+import os, sys
+from offload.config import RunConfig
+from offload.planner.placement import keeping
+from offload.train.estimate import Estimate
+from offload.train.loop import Trainer, train
+
+def fastest(estimate, planned, **how):
+    assert os.environ["RANK"] == "0"  # no other rank chooses
+    return keeping(planned, 1)
+
+def trains(trainer, stopped, run=Trainer.run):
+    plan = trainer._runtime.plan
+    chosen.append((plan.activations, plan.kept, len(plan.recomputed)))
+    return run(trainer, stopped)
+
+chosen, Estimate.fastest, Trainer.run = [], fastest, trains
+summary = train(RunConfig.load(sys.argv[1], ["train.activations=auto"]), sys.argv[2])
+print(*chosen, summary["digest"])
+"""
+
+
+def test_all_ranks_compute_those_units_again_that_the_first_chose(tmp_path: Path) -> None:
+    own, others = on_each(KEPT, 2, str(write(tmp_path)), str(tmp_path / "out"))
+    want, _ = on(2, write(tmp_path / "all"), "--out", "out")
+    assert own == others == f"('recompute', 1, 1) {want['digest']}\n"
