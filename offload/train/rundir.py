@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from offload.checkpoint.disk import SAVING, sync_directory
+from offload.checkpoint.disk import SAVING, make, sync_directory
 from offload.errors import ConfigError
 from offload.train import tokenize
 
@@ -44,7 +44,7 @@ class RunDirectory:
         try:
             if self.path.is_dir():
                 self._refuse_strangers()
-            self.path.mkdir(parents=True, exist_ok=True)
+            make(self.path)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise self._unwritable(error) from None
@@ -90,7 +90,8 @@ class RunDirectory:
             same = False
         if not same:
             raise ConfigError(
-                f"{self.path} was deleted or replaced while a run was live there, so nothing more of it is written; give another run another --out"
+                f"{self.path} was deleted or replaced while a run was live there, so nothing more of it is written; start it again, with another "
+                "--out where something else is there now"
             )
 
     def begin(self, config: str) -> bool:
