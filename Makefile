@@ -4,10 +4,12 @@
 # make fuzz    ten minutes of mutated checkpoints, weights and run files (SECONDS_OF_FUZZ, SEED)
 # make lint, make format, make sanitize, make builds, make bench, make clean
 #
-# PYTHON=python3.12 chooses the interpreter, PIP_ARGS="--extra-index-url ..." another source of packages, JOBS the compilers at once.
+# PYTHON=python3.12 chooses the interpreter, PIP_ARGS="--extra-index-url ..." another source of packages, JOBS the compilers at once,
+# TESTS_AT_ONCE the processes of tests.
 
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
+TESTS_AT_ONCE ?= 2
 SECONDS_OF_FUZZ ?= 600
 SEED ?= 0
 VENV := .venv
@@ -70,8 +72,11 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 
+# Two at once, each of one thread: OpenMP's threads would wait for each other's cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile
+
 test: test-cxx lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 fuzz: $(VENV)/.installed
 	$(BIN)/python tests/fuzz.py --seconds $(SECONDS_OF_FUZZ) --seed $(SEED)
@@ -83,7 +88,7 @@ builds: $(VENV)/.installed
 	  at=build/$$cxx-uring-$$uring; options="-DOFFLOAD_WITH_URING=$$uring" \
 	  && CXX=$$cxx CMAKE_ARGS=$$options CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) --no-build-isolation --no-deps -C build-dir=$$at/wheel -e . \
 	  && $(CMAKE) -B $$at/tests -DCMAKE_CXX_COMPILER=$$cxx $$options && $(BIN)/cmake --build $$at/tests -j $(JOBS) \
-	  && $(BIN)/ctest --test-dir $$at/tests --output-on-failure && $(BIN)/python -m pytest && echo "passed: $$cxx, liburing $$uring" || exit 1; \
+	  && $(BIN)/ctest --test-dir $$at/tests --output-on-failure && $(PYTEST) && echo "passed: $$cxx, liburing $$uring" || exit 1; \
 	done; done
 
 format: $(VENV)/.installed

@@ -184,7 +184,7 @@ def test_a_run_goes_on_without_a_trace_that_cannot_be_written(tmp_path: Path) ->
 
     trainer, notes = Trainer.__new__(Trainer), []
     trainer._runtime = SimpleNamespace(trace=lambda path, steps, events: SimpleNamespace(close=close))
-    trainer._directory, trainer._reporter = SimpleNamespace(path=tmp_path), SimpleNamespace(note=notes.append)  # type: ignore[assignment]
+    trainer._path, trainer._directory, trainer._reporter = tmp_path, SimpleNamespace(path=tmp_path), SimpleNamespace(note=notes.append)  # type: ignore[assignment]
     with trainer._traced():
         pass
     assert notes == ["cannot write the trace: disk full"]

@@ -54,8 +54,8 @@ class _Blocks:
                     self._send()
         nbytes = self._sent + self._filled
         self._send()
-        for at in range(COUNT):
-            self._settle(at)
+        for further in range(COUNT):  # the oldest first: what failed first is told
+            self._settle((self._at + further) % COUNT)
         self._file.truncate(nbytes)  # of the last page
         return nbytes, self._hash.hexdigest()
 

@@ -17,6 +17,7 @@ from offload.transfer.queue import Transfer
 class _Entry:
     shard: Shard
     frame: torch.Tensor
+    valid: bool = False  # the frame has the chunk's bytes
     dirty: bool = False
     writing: Transfer | None = None
     reader: Transfer | None = None  # an update that the frame was lent to
@@ -42,14 +43,13 @@ class ChunkCache:
         """The chunk's bytes. `fresh`: what was there no longer counts, so nothing is read. `dirty`: the caller writes to them."""
         entry = self._entries.get(key)
         if entry is None:
-            entry = _Entry(shard, self._frame())
-            self._entries[key] = entry
-            if fresh:
-                entry.frame[: shard.nbytes].zero_()
-            elif key in self._on_disk:
+            entry = self._entries[key] = _Entry(shard, self._frame())
+        if not entry.valid:  # it is new, or reading it failed
+            if key in self._on_disk and not fresh:
                 shard.read(0, entry.frame[: shard.nbytes])
             else:
                 entry.frame[: shard.nbytes].zero_()
+            entry.valid = True
         elif dirty:
             self._await(entry)
             self._settle(entry)
@@ -73,7 +73,7 @@ class ChunkCache:
     def frame(self, key: int) -> torch.Tensor | None:
         """The chunk's bytes, if they are here."""
         entry = self._entries.get(key)
-        return entry.frame[: entry.shard.nbytes] if entry is not None else None
+        return entry.frame[: entry.shard.nbytes] if entry is not None and entry.valid else None
 
     def lend(self, key: int, reader: Transfer, *, keep: bool) -> None:
         """What reads the chunk's frame until it ends. Unless it is to `keep`, the chunk counts no more: it is not written."""
@@ -104,7 +104,11 @@ class ChunkCache:
     def _settle(self, entry: _Entry) -> None:
         writing, entry.writing = entry.writing, None
         if writing is not None:
-            writing.wait()
+            try:
+                writing.wait()
+            except BaseException:
+                entry.dirty = True  # the drive does not have it
+                raise
 
     def _await(self, entry: _Entry) -> None:
         reader, entry.reader = entry.reader, None
