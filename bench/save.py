@@ -27,6 +27,7 @@ from torch import nn
 
 import _result
 import offload
+from offload import _core
 from offload.memory.limits import resident_bytes_max
 from offload.observe import base, measure
 
@@ -57,6 +58,7 @@ def trained(layers: int, place: str, precision: offload.Precision, where: Path) 
     optimizer.step()
     optimizer.zero_grad()
     offload.runtime(model).synchronize()
+    _core.trim()  # gradients and weights that were made here, and freed
     return model, optimizer, DEVICE + host
 
 

@@ -16,7 +16,9 @@ import pytest
 import offload
 from checkpoints import steps, trained
 from helpers import Prepared
+from offload import _core
 from offload.checkpoint import disk
+from offload.engine.registry import engine_of
 from offload.errors import CheckpointError
 
 FILES = ("manifest.json", "state.json", "tensors.safetensors")
@@ -247,3 +249,15 @@ def test_killed_anywhere_in_a_save(tmp_path: Path, how: str) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), how], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 60  # points
+
+
+def test_memory_that_was_freed_makes_room(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a user's loop has freed and the heap keeps is given back before a save takes memory, where it is scarce."""
+    model, optimizer = trained(prepared)
+    there = engine_of(model).device
+    trims: list[None] = []
+    monkeypatch.setattr(_core, "trim", lambda: trims.append(None))
+    for most, times in ((1 << 60, 0), (0, 1)):
+        there.resident_bytes_most = most
+        offload.save(tmp_path / "saved", model, optimizer)
+        assert len(trims) == times

@@ -30,6 +30,7 @@ from offload.errors import CheckpointError, ConfigError, SwapError
 from offload.optim.adam import Adam
 
 PIECE = 1 << 20  # elements moved at once
+ROOM = 64 << 20  # bytes of pieces and blocks that are in memory at once, at most
 
 
 class Held(NamedTuple):
@@ -65,6 +66,7 @@ def save_through(
     if "\0" in str(target):
         raise ConfigError(f"{str(target)!r} can be no directory, as it has a zero byte; save to another")
     state, tensors = _gather(engine, adam, extra)
+    engine.device.make_room(ROOM)
     entries, of = arrange((t.name, STORED[t.dtype], t.shape) for t in tensors), {t.name: t for t in tensors}
     first, ordered = header(entries), [(of[name], entry) for name, entry in entries.items()]
     nbytes = sum(entry.nbytes for entry in entries.values())

@@ -145,6 +145,11 @@ class Device(ABC):
             self.keep(None, 2 * self.margin_bytes)
         _core.trim()
 
+    def make_room(self, nbytes: int) -> None:
+        """Gives memory that was freed back unless there is room for so much more."""
+        if self.resident_bytes_most - resident_bytes() < nbytes:
+            _core.trim()
+
     def keep(self, surge_bytes: int | None, free_bytes: int) -> None:
         """`surge_bytes`: what one unit may add, where that is little beside `free_bytes` of the budget, so that there is room for freed memory."""
         self.keeps_freed = surge_bytes is not None
