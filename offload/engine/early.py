@@ -26,7 +26,7 @@ import torch
 
 from offload.engine.atrest import AtRest
 from offload.engine.background import Background, Hypers, has_frame
-from offload.engine.gradients import Gradients, accumulates, give, landed
+from offload.engine.gradients import Gradients, accumulates, begun, check_spent, give, landed
 from offload.engine.record import Record, Unit
 from offload.engine.slots import Use
 from offload.engine.sources import GradientSource
@@ -94,7 +94,8 @@ class Early:
                 f"a backward began before step(), and the last one has started the updates of {self._name(next(iter(self._started)))} already. "
                 f"Call step() after {self.accumulate} of them, declare their number with prepare(..., accumulate=N), or {WAY_OUT}"
             )
-        if all(r.parameter.grad is None for records in self._trained for r in records):
+        self._task, self._awaited, self._complete = -1, {}, []  # of one that raised
+        if not any(begun(self._gradients, r) for records in self._trained for r in records):
             self._backwards = 0
         self._backwards += 1
         if self._backwards == self.accumulate:
@@ -233,6 +234,8 @@ class Early:
                 elif now != used:
                     key = next(k for k in used if used[k] != now[k])
                     self._fail(f"{key} of {record.name} was {used[key]} at the start of the backward and is {now[key]} now")
+        records = (self._gradients.records[number] for number in hypers)
+        check_spent(self._gradients, [r for r in records if r.unit not in self._opened])
 
     def skip(self, why: str) -> None:
         """The step changes nothing. OffloadError, for good, if a part of it has."""
@@ -249,7 +252,7 @@ class Early:
         self._error = OffloadError(
             f'{why}, after the backward had started updates (updates="backward"): the step is partly applied'
             f"{f' ({len(self._opened)} units: {done})' if done else ''}, and this model can only be closed. "
-            'Go on from a checkpoint, with prepare(..., updates="forward"), which takes all of a step or nothing'
+            'Go on from a checkpoint, with prepare(..., updates="forward") (train.updates in a run file), which takes all of a step or nothing'
         )
         raise self._error
 

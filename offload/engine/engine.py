@@ -23,7 +23,7 @@ from offload.engine.atrest import AtRest
 from offload.engine.background import Background
 from offload.engine.build import Found, arena_bytes, make_records, make_shards
 from offload.engine.early import Early
-from offload.engine.gradients import Gradients, check_sums, expected, share
+from offload.engine.gradients import Gradients, check_spent, expected, share
 from offload.engine.initialise import fill_buffers, initial_values
 from offload.engine.record import CODES, DTYPES, Record, Unit
 from offload.engine.reduction import Reduction
@@ -273,7 +273,7 @@ class Engine:
     # Gradients
 
     def _before_backward(self) -> None:
-        check_sums(self.gradients)
+        check_spent(self.gradients)
         if self.gradients.dtype != torch.float32 and any(self.gradients.earlier(r) for r in self.records if r.trained):
             self.early.refuse("a further backward")
             self.widen_gradients()
@@ -414,7 +414,7 @@ class Engine:
             return
         try:
             self.streamer.close()
-            self.gradients.settle()
+            self.gradients.settle(again=False)
             if self.refresh is not None:
                 self.refresh.settle()
             self.background.finish()

@@ -70,6 +70,7 @@ class _Entry:
     zeroed: bool = False  # it reads as zeros, which are yet to be stored: an update may still read what is there
     spent: bool = False  # an update took it from memory, and it was not kept
     landing: list[Transfer] = field(default_factory=list)
+    failed: Transfer | None = None  # a landing whose error is raised to whoever needs the gradient, until another takes its place
     collecting: bool = False  # it has come and is not reduced; see [Note: reduction]
     early_task: int = -1
     epoch: int = -1
@@ -214,6 +215,7 @@ class Gradients:
             scale, entry.scale = entry.scale, 1.0
             return Arrival(record, True, scale)
         entry.generation += 1
+        entry.failed = None
         entry.scale, entry.epoch, entry.task = 1.0, self._epoch, torch._C._current_graph_task_id()
         return Arrival(record, False, 1.0)
 
@@ -241,7 +243,7 @@ class Gradients:
         self._check()
         self.guard(record, "a gradient", False)
         entry = self._entries[record.number]
-        self._settle(entry)
+        self._settle(entry, fresh=True)
         entry.generation += 1
         entry.scale, entry.spent = scale, False
         entry.epoch, entry.task = self._epoch, torch._C._current_graph_task_id()
@@ -339,7 +341,7 @@ class Gradients:
         self._check_reduced(record)
         self.guard(record, "writing to the gradient", True)
         entry = self._entries[record.number]
-        self._settle(entry)
+        self._settle(entry, fresh=True)
         stored, entry.scale = self._fitted(value.detach().to("cpu").contiguous())
         entry.spent = False
         self._changed()
@@ -359,15 +361,15 @@ class Gradients:
         self._check_reduced(record)
         self.guard(record, "zeroing the gradient", True)
         entry = self._entries[record.number]
-        self._settle(entry)
+        self._settle(entry, fresh=True)
         entry.scale, entry.zeroed, entry.spent = 1.0, True, False
         self._resident.forget_sums(record)
         record.sums.zero_()
 
-    def settle(self) -> None:
-        """Every landing is done; its error, if any, is raised."""
-        for entry in self._entries.values():
-            self._settle(entry)
+    def settle(self, again: bool = True) -> None:
+        """Every landing is done; its error, if any, is raised, `again` where that was done before and the gradient is still there."""
+        for record in self.records:
+            self._settle(self._entries[record.number], fresh=not again or record.parameter.grad is None)
         self._resident.fetch_sums()
 
     def scale_of(self, record: Record) -> float:
@@ -435,10 +437,17 @@ class Gradients:
         for chunk, _ in record.slices:
             self.let_go(record.unit, chunk)
 
-    def _settle(self, entry: _Entry) -> None:
-        landing, entry.landing = entry.landing, []
-        for transfer in landing:
-            transfer.wait()
+    def _settle(self, entry: _Entry, fresh: bool = False) -> None:
+        """What is under way has landed, or its error is raised; unless another is to be there, a `fresh` start, so is one of before."""
+        entry.failed = None if fresh else entry.failed
+        while entry.landing:
+            try:
+                entry.landing[0].wait()
+            except Exception:
+                entry.failed = entry.failed or entry.landing[0]
+            del entry.landing[0]
+        if entry.failed is not None:
+            entry.failed.wait()
 
     def _pieces(self, record: Record) -> Iterable[tuple[int, int, int, int]]:
         """(chunk, first byte in it, first element of the parameter, end element) of each slice that rests here."""
@@ -521,10 +530,10 @@ class Gradients:
                 self._cache.finish(key)
 
 
-def check_sums(gradients: Gradients) -> None:
-    """OffloadError if this backward would add to a gradient that went into its update and was not kept."""
-    for record in gradients.records:
-        if gradients._entries[record.number].spent and gradients.earlier(record):
+def check_spent(gradients: Gradients, stepped: Iterable[Record] | None = None) -> None:
+    """OffloadError if this backward would add to, or a step of `stepped` would use, a gradient that went into its update and was not kept."""
+    for record in gradients.records if stepped is None else stepped:
+        if gradients._entries[record.number].spent and (stepped is not None or gradients.earlier(record)):
             gradients._check_kept(record)
 
 
@@ -535,6 +544,11 @@ def share(gradients: Gradients, plan_share: Share, dtype: torch.dtype, world: Wo
     reduction.landing = gradients._reducing
     gradients.reduction = reduction
     return reduction
+
+
+def begun(gradients: Gradients, record: Record) -> bool:
+    """Whether the parameter has a gradient other than the zeros of zero_grad(set_to_none=False)."""
+    return record.parameter.grad is not None and not gradients._entries[record.number].zeroed
 
 
 def landed(gradients: Gradients, records: Sequence[Record]) -> bool:

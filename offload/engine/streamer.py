@@ -357,7 +357,11 @@ class Streamer:
             if _functions_in_backward() > functions:  # it runs inside another one: a custom function's, as reentrant checkpoints are
                 self.gradients.nested_backward()
             else:
-                self.before_backward()
+                try:
+                    self.before_backward()
+                except BaseException:
+                    self._backward.task = -1  # it is refused: the next one begins anew
+                    raise
             torch.autograd.Variable._execution_engine.queue_callback(_Ending(self._end_backward))
 
     def _enter_backward(self, number: int, rebind: bool, mark: tuple[int, int]) -> None:
