@@ -109,6 +109,23 @@ def test_a_gradient_that_did_not_land_may_be_written(tmp_path: Path, place: str)
         assert weight.grad.eq(1).all()
 
 
+@pytest.mark.parametrize("updates", ["forward", "backward"])
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_what_comes_after_close_says_so(tmp_path: Path, device: str, updates: str) -> None:
+    """A step whose gradients went with the runtime, and the backward of a graph that is still held."""
+    for before in (lambda value: value.backward(), lambda value: None):
+        model = offload.prepare(M.seeded(M.Order), M.tiers(tmp_path), place=M.placed("nvme"), device=device, updates=updates)
+        optimizer = offload.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            _step(model, optimizer)
+        value = M.mean_square(model, X)
+        before(value)
+        offload.runtime(model).close()
+        for act in (optimizer.step, lambda value=value: value.backward(retain_graph=True)):
+            with pytest.raises((offload.OffloadError, RuntimeError), match=r"closed|a second time"):
+                act()
+
+
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_close_tells_it_once(tmp_path: Path, place: str, told: bool) -> None:

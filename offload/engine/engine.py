@@ -273,6 +273,8 @@ class Engine:
     # Gradients
 
     def _before_backward(self) -> None:
+        if self.closed:
+            raise OffloadError("the runtime of this model was closed; prepare the model again")
         check_spent(self.gradients)
         if self.gradients.dtype != torch.float32 and any(self.gradients.earlier(r) for r in self.records if r.trained):
             self.early.refuse("a further backward")
