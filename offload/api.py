@@ -184,8 +184,8 @@ def prepare(
             raise ConfigError(f"plan is for {_of(made.share)}, and this is {_of(share)}: make it with plan(..., ranks=, rank=, stage=)")
         if made.passing and (updates != "backward" or accumulate > 1):
             raise ConfigError(
-                'plan was made with keep_gradients=False, which wants updates="backward" and accumulate=1: gradients pass to their updates and cannot '
-                "wait for step(), nor be summed. Give these, or make the plan with keep_gradients=True"
+                'plan was made with keep_gradients=False, which wants updates="backward" and accumulate=1: gradients pass to their updates and '
+                "cannot wait for step() nor be summed. Give these, or make the plan with keep_gradients=True"
             )
         if world is not None:
             _agree(world, model, made)

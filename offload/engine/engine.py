@@ -337,11 +337,12 @@ class Engine:
         need = sum(s.nbytes for u in units for s in self.units[u].gradients)
         tier = next((t for t in ("host", "nvme") if self._can_take(t, need)), None)
         if tier is None:
+            which = self.units[units[0]].name + (f" and {len(units) - 1} more units" if len(units) > 1 else "")
             raise BudgetError(
-                f"gradients of {self.units[units[0]].name}{f' and {len(units) - 1} more units' if len(units) > 1 else ''} have to wait for step(), as "
-                "not all parameters of a unit get one in this backward, or no optimizer would step them all, and this plan (keep_gradients=False) "
-                f"has no place for them: need {human(need)}; the host tier has {human(self.budgets['host'].free)} left, nvme "
-                f'{human(self.budgets["nvme"].free)}. Raise a budget, or keep gradients, as with updates = "forward"'
+                f"gradients of {which} have to wait for step(), as not all parameters of a unit get one in this backward, or no optimizer would step "
+                f"them all, and this plan (keep_gradients=False) has no place for them: need {human(need)}; the host tier has "
+                f"{human(self.budgets['host'].free)} left, nvme {human(self.budgets['nvme'].free)}. "
+                'Raise a budget, or keep gradients, as with updates="forward"'
             )
         further = self._further_shards(tier, need, "gradients that wait for the step")
         self.background.synchronize()
