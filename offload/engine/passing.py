@@ -17,8 +17,8 @@ class Passing:
         self._place = {unit: places[unit] for unit in units}
         self._let_go = let_go
         self._holder: dict[int, int] = {}  # by place
-        self._reader: dict[int, int] = {}  # by place, the last unit whose updates read there
-        self._before: dict[int, int] = {}  # by unit, the reader when it came to hold its places
+        self._readers: dict[int, tuple[int, ...]] = {}  # by place, units of which no update may read there unseen
+        self._before: dict[int, tuple[int, ...]] = {}  # by unit, the readers when it came to hold its places
 
     @property
     def units(self) -> Collection[int]:
@@ -37,21 +37,21 @@ class Passing:
         place = self._place[unit]
         if self._holder.get(place) != unit:
             self._holder[place] = unit
-            if place in self._reader:
-                self._before[unit] = self._reader[place]
+            self._before[unit] = self._readers.get(place, ())
 
     def opened(self, unit: int) -> None:
-        """The unit's updates will end by themselves."""
+        """The unit's updates will end by themselves, and all its gradients have landed, so that others' have ended."""
         place = self._place[unit]
         if self._holder.get(place) == unit:
             del self._holder[place]
-        self._reader[place] = unit
+        self._readers[place] = (unit,)
 
     def over(self) -> list[int]:
-        """A step is: the updates of all units that hold places are submitted or dropped. Gives those units."""
+        """A step is: the updates of all units that hold places are submitted or dropped, whatever of them has landed. Gives those units."""
+        for place, unit in self._holder.items():
+            self._readers[place] = (unit, *(u for u in self._readers.get(place, ()) if u != unit))
         units = list(self._holder.values())
-        for unit in units:
-            self.opened(unit)
+        self._holder.clear()
         return units
 
     def forget(self) -> None:
@@ -61,13 +61,10 @@ class Passing:
     def let_go(self, unit: int, chunk: int) -> None:
         """Returns when no update reads what the chunk's gradient is to be stored over. From the thread of landings too."""
         self._let_go(unit, chunk)
-        before = self._before.get(unit)
-        if before is not None and unit in self._place:
+        for before in self._before.get(unit, ()):
             self._let_go(before, chunk)
 
     def leave(self, unit: int) -> None:
         """The unit has places of its own. Nothing is under way."""
-        place = self._place.pop(unit)
-        for there in (self._holder, self._reader):
-            if there.get(place) == unit:
-                del there[place]
+        del self._place[unit]
+        self._before.pop(unit, None)
