@@ -9,7 +9,7 @@ which they landed, where the update has its own buffer by then; they need not be
 it would have done just that, whatever would make a difference is refused: before it happens where it can be seen, else for good.
 
 Gradients that pass (planner/passing.py) land in places that another unit's may still be in: that one's updates are opened first. Units of which this
-backward starts no updates though it has gradients for them are given places of their own before it computes any.
+backward starts no updates though it has gradients for them are given places of their own before it computes any; all are where there are hidden uses.
 
 [Note: hidden uses]
 A forward without gradients inside one with them is that of a reentrant checkpoint: the graph does not tell of what its backward will do. Units so
@@ -114,6 +114,11 @@ class Early:
         if self._backwards == self.accumulate:
             self._arm()
 
+    def nested(self) -> None:
+        """A backward begins inside of another, which may have shown no sign yet. BudgetError as for one."""
+        if self.hidden and self._passing.units:
+            self._keep(list(self._passing.units))  # which of them it has gradients for is not known, nor which it adds to others
+
     def _arm(self) -> None:
         optimizer = self._optimizer()
         forward = self._forward()
@@ -123,7 +128,8 @@ class Early:
         known = optimizer.hypers_of(r for u in chosen for r in self._trained[u]) if optimizer is not None else {}
         chosen = [u for u in chosen if all(r.number in known for r in self._trained[u])]
         self._passing.forget()
-        left = [u for u in self._passing.units if u not in chosen and any(accumulates(r.parameter) for r in self._trained[u])]
+        coming = [u for u in self._passing.units if u not in chosen and any(accumulates(r.parameter) for r in self._trained[u])]
+        left = list(self._passing.units) if self.hidden else coming
         if left:
             self._keep(left)
         if optimizer is None or not chosen:

@@ -356,6 +356,7 @@ class Streamer:
             self.slots.device.stalls.computing("backward")
             if _functions_in_backward() > functions:  # it runs inside another one: a custom function's, as reentrant checkpoints are
                 self.gradients.nested_backward()
+                self.early.nested()
             else:
                 self.before_backward()
             torch.autograd.Variable._execution_engine.queue_callback(_Ending(self._end_backward))
