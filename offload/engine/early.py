@@ -12,8 +12,8 @@ Gradients that pass (planner/passing.py) land in places that another unit's may 
 backward starts no updates though it has gradients for them are given places of their own before it computes any; all are where there are hidden uses.
 
 [Note: hidden uses]
-A forward without gradients inside a custom function's, as reentrant checkpoints are, may run again with them in its backward: the graph does not tell.
-Units so used are left to step().
+A forward without gradients inside a custom function's, as reentrant checkpoints are, may run again with them in its backward: the graph does not
+tell. Units so used are left to step().
 """
 
 from __future__ import annotations
