@@ -96,6 +96,7 @@ class Gradients:
         self.came: Callable[[Record], None] = lambda record: None
         self.takes: Callable[[int, int], bool] = lambda unit, chunk: False  # whether a chunk's update will take it from memory, and nobody else
         self.guard: Callable[[Record, str, bool], None] = lambda record, doing, whole: None  # raises where an update must not see a change
+        self.claim: Callable[[Record], None] = lambda record: None  # makes places that units share the record's unit's, or raises
         self.reduction: Reduction | None = None  # with several ranks
         self._awaited: dict[int, set[int]] = {}
         self._first_chunk = [0]
@@ -240,6 +241,7 @@ class Gradients:
             )
         self._check()
         self.guard(record, "a gradient", False)
+        self.claim(record)
         entry = self._entries[record.number]
         self._settle(entry)
         entry.generation += 1
@@ -262,6 +264,7 @@ class Gradients:
             self.reduction.add(self._arrival(record, True), contribution.held())
             return
         self.guard(record, "a further gradient", False)
+        self.claim(record)
         entry = self._entries[record.number]
         scale, entry.scale = entry.scale, 1.0
         value = contribution.held().contiguous()
@@ -295,7 +298,7 @@ class Gradients:
     def _check_kept(self, record: Record) -> None:
         if self._entries[record.number].spent:
             raise OffloadError(
-                f"the gradient of {record.name} went into its update during the backward and was not kept (start_early(keep_gradients=False)): "
+                f"the gradient of {record.name} went into its update during the backward and was not kept (keep_gradients=False): "
                 "read none after a backward, and call zero_grad() after step(); or keep them"
             )
 
@@ -537,10 +540,22 @@ def share(gradients: Gradients, plan_share: Share, dtype: torch.dtype, world: Wo
     return reduction
 
 
-def landed(gradients: Gradients, records: Sequence[Record]) -> bool:
-    """Whether what came has landed. Never waits; raises what went wrong."""
+def check_kept(gradients: Gradients, records: Iterable[Record]) -> None:
+    """OffloadError if a gradient went into an update and was not kept."""
+    for record in records:
+        gradients._check_kept(record)
+
+
+def spend(gradients: Gradients, records: Iterable[Record]) -> None:
+    """What came of these goes into their updates, or to nobody, and others come in its place."""
+    for record in records:
+        gradients._entries[record.number].spent = True
+
+
+def landed(gradients: Gradients, records: Sequence[Record], wait: bool = False) -> bool:
+    """Whether what came has landed. Never waits unless it is to; raises what went wrong."""
     entries = [gradients._entries[r.number] for r in records]
-    if any(e.zeroed or not all(t.done for t in e.landing) for e in entries):
+    if not wait and any(e.zeroed or not all(t.done for t in e.landing) for e in entries):
         return False
     for entry in entries:
         gradients._settle(entry)
@@ -557,7 +572,7 @@ def give(gradients: Gradients, unit: int, at_once: Callable[[int, int], bool], s
     `start(unit, lent)`: `lent` has by chunk the address of the gradient, where the update is to take it from; gives what reads there, by chunk.
     """
     cache, shards = gradients._cache, gradients.units[unit].gradients
-    if cache is None:
+    if cache is None or all(shard.memory is not None for shard in shards):
         start(unit, {})
         return True
     if not gradients._lock.acquire(blocking=False):  # something lands, which may wait for a drive
