@@ -16,7 +16,8 @@ import offload
 from helpers import PRECISIONS
 from offload.engine.registry import engine_of
 from offload.planner.layout import ParameterSpec, UnitSpec
-from offload.planner.placement import Capacities, plan_units
+from offload.planner.placement import plan_units
+from offload.planner.request import Capacities
 from offload.transfer.device import SimDevice
 from offload.transfer.kernels import Arrays, HostKernels
 from offload.transfer.queue import Transfer

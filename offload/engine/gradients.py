@@ -22,12 +22,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from offload import _core
 from offload.dist.world import World
 from offload.engine.atrest import AtRest
 from offload.engine.chunk_cache import ChunkCache
+from offload.engine.graph import accumulates
 from offload.engine.record import CODES, NORM_BLOCK, Record, Unit
 from offload.engine.reduction import Arrival, Reduction
 from offload.engine.resident import Resident
@@ -42,23 +42,6 @@ from offload.transfer.queue import Transfer
 
 _FLT_MAX = torch.finfo(torch.float32).max
 _FP16_OVER = 65520.0  # from here on fp32 rounds to an infinite fp16
-
-
-def expected(records: Iterable[Record]) -> list[int] | None:
-    """The numbers of the trained parameters into which the backward that runs accumulates; None: into none ever, it is autograd.grad."""
-    try:
-        held = [r for r in records if r.trained and r.parameter.requires_grad]
-        return [r.number for r in held if torch._C._will_engine_execute_node(get_gradient_edge(r.parameter).node)]
-    except RuntimeError:
-        return None
-
-
-def accumulates(parameter: torch.Tensor) -> bool:
-    """Whether the backward that runs accumulates into the parameter (and not `autograd.grad`, which only returns)."""
-    try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
-    except RuntimeError:  # it is autograd.grad: torch answers that by raising
-        return False
 
 
 @dataclass
@@ -97,6 +80,7 @@ class Gradients:
         self.came: Callable[[Record], None] = lambda record: None
         self.takes: Callable[[int, int], bool] = lambda unit, chunk: False  # whether a chunk's update will take it from memory, and nobody else
         self.guard: Callable[[Record, str, bool], None] = lambda record, doing, whole: None  # raises where an update must not see a change
+        self.claim: Callable[[Record], None] = lambda record: None  # makes places that units share the record's unit's, or raises
         self.reduction: Reduction | None = None  # with several ranks
         self._awaited: dict[int, set[int]] = {}
         self._first_chunk = [0]
@@ -242,6 +226,7 @@ class Gradients:
             )
         self._check()
         self.guard(record, "a gradient", False)
+        self.claim(record)
         entry = self._entries[record.number]
         self._settle(entry, fresh=True)
         entry.generation += 1
@@ -264,6 +249,7 @@ class Gradients:
             self.reduction.add(self._arrival(record, True), contribution.held())
             return
         self.guard(record, "a further gradient", False)
+        self.claim(record)
         entry = self._entries[record.number]
         scale, entry.scale = entry.scale, 1.0
         value = contribution.held().contiguous()
@@ -297,7 +283,7 @@ class Gradients:
     def _check_kept(self, record: Record) -> None:
         if self._entries[record.number].spent:
             raise OffloadError(
-                f"the gradient of {record.name} went into its update during the backward and was not kept (start_early(keep_gradients=False)): "
+                f"the gradient of {record.name} went into its update during the backward and was not kept (keep_gradients=False): "
                 "read none after a backward, and call zero_grad() after step(); or keep them"
             )
 
@@ -546,15 +532,21 @@ def share(gradients: Gradients, plan_share: Share, dtype: torch.dtype, world: Wo
     return reduction
 
 
+def spend(gradients: Gradients, records: Iterable[Record]) -> None:
+    """What came of these goes into their updates, or to nobody, and others come in its place."""
+    for record in records:
+        gradients._entries[record.number].spent = True
+
+
 def begun(gradients: Gradients, record: Record) -> bool:
     """Whether the parameter has a gradient other than the zeros of zero_grad(set_to_none=False)."""
     return record.parameter.grad is not None and not gradients._entries[record.number].zeroed
 
 
-def landed(gradients: Gradients, records: Sequence[Record]) -> bool:
-    """Whether what came has landed. Never waits; raises what went wrong."""
+def landed(gradients: Gradients, records: Sequence[Record], wait: bool = False) -> bool:
+    """Whether what came has landed. Never waits unless it is to; raises what went wrong."""
     entries = [gradients._entries[r.number] for r in records]
-    if any(e.zeroed or not all(t.done for t in e.landing) for e in entries):
+    if not wait and any(e.zeroed or not all(t.done for t in e.landing) for e in entries):
         return False
     for entry in entries:
         gradients._settle(entry)
@@ -571,7 +563,7 @@ def give(gradients: Gradients, unit: int, at_once: Callable[[int, int], bool], s
     `start(unit, lent)`: `lent` has by chunk the address of the gradient, where the update is to take it from; gives what reads there, by chunk.
     """
     cache, shards = gradients._cache, gradients.units[unit].gradients
-    if cache is None:
+    if cache is None or all(shard.memory is not None for shard in shards):
         start(unit, {})
         return True
     if not gradients._lock.acquire(blocking=False):  # something lands, which may wait for a drive
