@@ -120,7 +120,7 @@ def test_bytes_of_several_micro_batches(found: Any) -> None:
                 assert moved["all_gather"] == (part * steps if stage else 0)
                 continue
             assert moved["all_gather"] == sum(times * nbytes // 2 for times, nbytes in result["filled"].values())
-            for name, (times, _) in result["filled"].items():  # once for a forward and once for a backward, unless it is there; two modules hold the table
+            for name, (times, _) in result["filled"].items():  # for a forward and a backward; two modules hold the table
                 assert times <= 2 * micro * steps * (2 if name == "embed" else 1), name
             assert max(times for times, _ in result["filled"].values()) > micro * steps
 
