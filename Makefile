@@ -1,6 +1,7 @@
 # make demo    fine-tunes SmolLM2-135M through three tiers (makes .venv, builds, prepares inputs; later runs start at once)
 # make test    C++ tests, ruff, mypy, clang-format, pytest
 # make test-neon   the C++ tests for AArch64, emulated (Debian: apt-get install g++-aarch64-linux-gnu qemu-user)
+# make kills   a run on two ranks, one of which is killed at random moments, KILLS times; minutes
 # make fuzz    ten minutes of mutated checkpoints, weights and run files (SECONDS_OF_FUZZ, SEED)
 # make lint, make format, make sanitize, make builds, make bench, make clean
 #
@@ -12,6 +13,7 @@ JOBS ?= $(shell nproc)
 TESTS_AT_ONCE ?= 2
 SECONDS_OF_FUZZ ?= 600
 SEED ?= 0
+KILLS ?= 20
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
@@ -19,7 +21,7 @@ CXX_FILES := $(shell find cpp -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 CXX_BUILD := CMakeLists.txt $(shell find cpp -name '*.cmake' -o -name CMakeLists.txt)
 CMAKE := $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DOFFLOAD_PYTHON=OFF -DOFFLOAD_TESTS=ON
 
-.PHONY: demo test test-cxx test-neon fuzz lint builds format sanitize bench install clean
+.PHONY: demo test test-cxx test-neon kills fuzz lint builds format sanitize bench install clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.made:
@@ -77,6 +79,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist l
 
 test: test-cxx lint
 	$(PYTEST)
+
+kills: $(VENV)/.installed
+	$(BIN)/python tests/dist/kills.py --kills $(KILLS) --seed $(SEED)
 
 fuzz: $(VENV)/.installed
 	$(BIN)/python tests/fuzz.py --seconds $(SECONDS_OF_FUZZ) --seed $(SEED)

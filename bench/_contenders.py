@@ -1,7 +1,8 @@
 """One contender of bench/step.py, in a process and, where it is a peer, an interpreter of its own: `python _contenders.py NAME SETTINGS`.
 
 Prints @ and, as JSON, the seconds of a step and the most memory that was resident. Everyone trains the same Llama on the same tokens with bf16
-compute, AdamW and a norm clipped at 1. Peers need torch and transformers; DeepSpeed, itself too.
+compute, AdamW and a norm clipped at 1. Peers need torch and transformers; DeepSpeed, itself too. FSDP2 and ours also run as one of several ranks, by
+torchrun's variables; each rank then has tokens and an equal part of the cores of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 import _llama
 
 CLIP, RATE = 1.0, 1e-5
+RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 Step = Callable[[], object]
 
 
@@ -42,16 +44,17 @@ def plain(settings: dict[str, Any], ids: torch.Tensor) -> tuple[Step, Step]:
 
 
 def fsdp2(settings: dict[str, Any], ids: torch.Tensor) -> tuple[Step, Step]:
-    """One rank; parameters and gradients in bf16 while they are computed with."""
+    """Parameters and gradients in bf16 while they are computed with, and while ranks exchange them."""
     import torch.distributed
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    alone = {"rank": 0, "world_size": 1, "store": torch.distributed.HashStore()}
+    torch.distributed.init_process_group("gloo", **(alone if RANKS == 1 else {}))  # type: ignore[arg-type]
+    mesh = torch.distributed.init_device_mesh("cpu", (RANKS,))
     model = _llama.build(settings["sizes"], "cpu")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for module in (*model.model.layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=settings.get("stage", 3) == 3)
     atexit.register(torch.distributed.destroy_process_group)
     return _torch_step(model, ids, False), lambda: None
 
@@ -87,18 +90,20 @@ def _deepspeed(settings: dict[str, Any], ids: torch.Tensor, nvme: bool) -> tuple
     return step, lambda: None
 
 
-def _ours(settings: dict[str, Any], nvme: bool) -> tuple[Step, Step]:
+def _ours(settings: dict[str, Any], ids: torch.Tensor, nvme: bool) -> tuple[Step, Step]:
     import offload
 
     disks = [(settings["directory"], settings["nvme"])]
     tiers = offload.Tiers(settings["nvme_device"], settings["nvme_host"], disks) if nvme else offload.Tiers(settings["device"], settings["host"])
-    run = _llama.Run(settings["sizes"], tiers, device="cpu", activations="keep", place=None if nvme else _llama.HOST)
+    place, stage = None if nvme else _llama.HOST, settings.get("stage", 3)
+    run = _llama.Run(settings["sizes"], tiers, device="cpu", activations="keep", place=place, stage=stage)
+    run.ids = ids
     return lambda: run.step(CLIP), run.runtime.synchronize
 
 
 CONTENDERS: dict[str, Callable[[dict[str, Any], torch.Tensor], tuple[Step, Step]]] = {
-    "ours, all in host": lambda settings, ids: _ours(settings, False),
-    "ours, 3 GiB and NVMe": lambda settings, ids: _ours(settings, True),
+    "ours, all in host": lambda settings, ids: _ours(settings, ids, False),
+    "ours, 3 GiB and NVMe": lambda settings, ids: _ours(settings, ids, True),
     "plain torch, autocast": plain,
     "FSDP2": fsdp2,
     "DeepSpeed ZeRO-3, CPU": lambda settings, ids: _deepspeed(settings, ids, False),
@@ -108,8 +113,8 @@ CONTENDERS: dict[str, Callable[[dict[str, Any], torch.Tensor], tuple[Step, Step]
 
 def main() -> None:
     name, settings = sys.argv[1], json.loads(sys.argv[2])
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    step, settle = CONTENDERS[name](settings, _llama.batch(settings["sizes"]))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // RANKS))
+    step, settle = CONTENDERS[name](settings, _llama.batch(settings["sizes"], RANK))
     for _ in range(settings["warm"]):
         step()
     start = time.perf_counter()

@@ -42,9 +42,9 @@ def build(sizes: dict[str, int], device: str = "meta", dtype: torch.dtype = torc
             torch.set_default_dtype(previous)
 
 
-def batch(sizes: dict[str, int]) -> torch.Tensor:
-    """Token ids [1, tokens]."""
-    return torch.randint(0, sizes["vocabulary"], (1, sizes["tokens"]), generator=torch.Generator().manual_seed(1))
+def batch(sizes: dict[str, int], rank: int = 0) -> torch.Tensor:
+    """Token ids [1, tokens], those of a rank."""
+    return torch.randint(0, sizes["vocabulary"], (1, sizes["tokens"]), generator=torch.Generator().manual_seed(1 + rank))
 
 
 def loss(model: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -89,6 +89,8 @@ def train_command(run: str, overrides: Sequence[str], out: str | None, resume: s
 
         transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         warnings.filterwarnings("ignore", category=FutureWarning)
+        if rank is not None and came():  # before ranks are connected nobody waits for word of it
+            return 128 + came()
         where = resume or out or str(Path("runs") / Path(run).stem)
         if rank is None:
             summary = train(config, where, resume=resume is not None, stopped=lambda: came() != 0)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 
@@ -310,10 +312,26 @@ def _of_environment(device: str | None) -> World:
                 f"WORLD_SIZE = {size!r} without {', '.join(missing) or 'a RANK that is a number'}: start ranks with torchrun, or unset it"
             )
         world = World(int(rank), int(size))
-        _initialise(world, device)
+        with _mortal():
+            _initialise(world, device)
     if world.size > 1:
-        world._connect(list(range(world.size)), device)
+        with _mortal():
+            world._connect(list(range(world.size)), device)
     return world
+
+
+@contextmanager
+def _mortal() -> Iterator[None]:
+    """Whatever handles SIGTERM, it ends this process at once: it waits for others within torch, where Python's handlers would not be heard."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _initialise(world: World, device: str | None) -> None:

@@ -20,6 +20,7 @@ from offload.dist.collectives import same
 from offload.dist.world import World
 from offload.engine.activations import Activations, Pool
 from offload.engine.atrest import AtRest
+from offload.engine.averaging import Averaging
 from offload.engine.background import Background
 from offload.engine.build import Found, arena_bytes, make_records, make_shards
 from offload.engine.early import Early
@@ -127,6 +128,7 @@ class Engine:
     def _build_shared(self, plan: Plan, world: World) -> None:
         """What several ranks need besides."""
         self.reduction = share(self.gradients, plan.share, DTYPES[plan.moves], world)
+        self.reduction.average = Averaging(self.gradients, world, self.reduction.queue).start
         if plan.share.divides("optimizer") and not plan.share.divides("parameter"):
             background = self.background
             self.refresh = Refresh(

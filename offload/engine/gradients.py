@@ -143,7 +143,9 @@ class Gradients:
         record.parameter.grad = AtRest(self.land(record, *self._fitted(value)))
 
     def adopt(self, records: Iterable[Record]) -> list[Record]:
-        """Before an update: the trained parameters that have a gradient; those that the user put in `.grad` come to rest here."""
+        """Before an update: the trained parameters that have a gradient; those that the user put in `.grad` come to rest here. A collective."""
+        if self.reduction is not None:
+            self.reduction.complete()
         present = [r for r in records if r.trained and r.parameter.grad is not None]
         foreign = [r for r in present if not self._is_own(r)]
         values = {r.number: r.parameter.grad.plain() for r in foreign if isinstance(r.parameter.grad, AtRest)}
@@ -172,7 +174,7 @@ class Gradients:
         """The backward that runs now is part of another one."""
         self._nested_tasks.add(torch._C._current_graph_task_id())
         if self.reduction is not None:
-            self.reduction.active = True
+            self.reduction.nested()
 
     def new_forward(self) -> None:
         self._epoch += 1
@@ -183,10 +185,18 @@ class Gradients:
 
     def _take(self, record: Record, value: torch.Tensor) -> GradientSource:
         """A backward's gradient, on the device: a fresh start."""
-        if self.reduction is None:
+        packing = self._packing(record)
+        if packing is None:
             return self.land(record, value)
-        self.reduction.add(self._arrival(record, False), value)
+        packing.add(self._arrival(record, False), value)
         return GradientSource(record, self, self.generation(record))
+
+    def _packing(self, record: Record) -> Reduction | None:
+        """What collects the parameter's gradient; None: it lands as one rank's does."""
+        if self.reduction is None or self.reduction.packs:
+            return self.reduction
+        self.reduction.keep(record)
+        return None
 
     def _arrival(self, record: Record, accumulate: bool) -> Arrival:
         """Of a gradient that is to be reduced: how it lands."""
@@ -245,12 +255,16 @@ class Gradients:
 
     def accumulate(self, record: Record, contribution: Contribution) -> None:
         """Adds to what rests here: a later use of the same backward, or a later micro-batch."""
-        if self.reduction is not None:
-            self.reduction.add(self._arrival(record, True), contribution.held())
+        packing = self._packing(record)
+        if packing is not None:
+            packing.add(self._arrival(record, True), contribution.held())
             return
         self.guard(record, "a further gradient", False)
         self.claim(record)
         entry = self._entries[record.number]
+        if self.reduction is not None:
+            self._settle(entry)  # it may be averaged where it rests
+            self._changed()
         scale, entry.scale = entry.scale, 1.0
         value = contribution.held().contiguous()
 
@@ -374,6 +388,8 @@ class Gradients:
         With stages 2 and 3 of several ranks a collective.
         """
         entry = self._entries[record.number]
+        if self.reduction is not None:
+            self.reduction.complete()
         self._settle(entry)
         self._resident.fetch_sums(record)
         if self.reduction is not None:

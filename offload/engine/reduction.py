@@ -6,12 +6,14 @@ where it has none, and units in one order that all ranks know: that in which tho
 ranks do not use waits for nobody and keeps nobody waiting. What the graphs did not tell of (a backward inside of this one) is reduced at the end.
 Stages 0 and 1 sum whole gradients on every rank, 2 and 3 each rank's share. Sums are in the order of ranks and divided as they land, so where they
 are of the same dtype their bits do not depend on the stage. A gradient cannot be read between its arrival and its reduction.
+Where each rank first sums several micro-batches by itself nothing is packed: see [Note: local sums].
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,17 +56,21 @@ class Reduction:
         self._records = {r.number: r for u in units for r in u.records if r.trained}
         self.start: Callable[[Record], Arrival] = lambda record: Arrival(record, False, 1.0)  # a gradient that came on other ranks alone
         self.landing: Callable[[Record, Transfer], None] = lambda record, transfer: None
+        self.average: Callable[[Unit, set[int]], None] = lambda unit, present: None  # where they rest, what ranks have summed by themselves
         sizes = [u.layout.trained.numel * dtype.itemsize for u in units if u.layout.trained is not None]
         self._pending_most = max(sizes, default=0)
-        self._queue = SwapQueue("reduce", bound=len(units) + 1, stalls=device.stalls, cause=RANKS)
-        weakref.finalize(self, self._queue.close)  # its thread ends with a model that is dropped without close()
+        self.queue = SwapQueue("reduce", bound=len(units) + 1, stalls=device.stalls, cause=RANKS)
+        weakref.finalize(self, self.queue.close)  # its thread ends with a model that is dropped without close()
         self._agreed = [u.number for u in reversed(units) if u.layout.trained is not None]
         self._sums_known = False
         self.active = False  # a backward runs that accumulates
+        self._apart = self._kept_some = False  # gradients stay on their ranks; some may have, and were not averaged yet
+        self._kept: set[int] = set()  # parameters whose gradients at rest are this rank's own
         self._reset()
 
     def _reset(self) -> None:
         self.active = False
+        self._at_rest = False  # this backward's gradients are averaged where they rest
         self._open: dict[int, _Bucket] = {}
         self._order: list[int] = []  # units to be reduced in this backward
         self._at = 0  # of these, how many were
@@ -72,15 +78,66 @@ class Reduction:
         self._awaited: dict[int, set[int]] = {}  # by unit, those whose gradients this rank's graph still holds
         self._completed: list[int] = []
 
+    # What ranks keep apart
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Gradients of backwards inside stay on their ranks, where whole ones rest there."""
+        before, self._apart = self._apart, not self.share.divides("gradient")
+        self._kept_some |= self._apart
+        try:
+            yield
+        finally:
+            self._apart = before
+
+    @property
+    def packs(self) -> bool:
+        """Whether a gradient that comes is collected here; else it lands as one rank's does, and is told of by `keep`."""
+        return not (self._apart or self._at_rest)
+
+    def keep(self, record: Record) -> None:
+        """The gradient that rests is this rank's own."""
+        self._kept.add(record.number)
+
+    def _still_kept(self) -> list[int]:
+        self._kept = {number for number in self._kept if self._records[number].parameter.grad is not None}
+        return sorted(self._kept)
+
+    def complete(self) -> None:
+        """Starts to average what ranks have kept apart. A collective, where they may have."""
+        if not self._kept_some or self.active:
+            return
+        self._kept_some = False
+        for unit, present in sorted(self._by_unit(self._world.share(self._still_kept(), "list of what ranks have summed")).items()):
+            self._start_average(unit, present)
+
+    def _start_average(self, unit: int, present: set[int]) -> None:
+        self._kept -= present
+        self.average(self._units[unit], present)
+        self.changed()
+
+    def _by_unit(self, numbers: Iterable[Iterable[int]]) -> dict[int, set[int]]:
+        found: dict[int, set[int]] = {}
+        for number in set().union(*numbers):
+            found.setdefault(self._records[number].unit, set()).add(number)
+        return found
+
     # During a backward
 
+    def nested(self) -> None:
+        """The backward that runs is part of another one."""
+        self.active = not self._apart
+
     def begin(self, expected: Iterable[int]) -> None:
-        """A backward begins whose graph holds the gradients of these parameters. A collective."""
+        """A backward begins whose graph holds the gradients of these parameters. A collective, unless they are kept apart."""
         self.abandon()
+        if self._apart:
+            return
         self.active = True
         own = set(expected)
-        for number in sorted(own.union(*self._world.share(sorted(own), "list of what a backward reaches"))):
-            self._union.setdefault(self._records[number].unit, set()).add(number)
+        told = self._world.share([sorted(own), self._still_kept()], "list of what a backward reaches")
+        self._at_rest = any(kept for _, kept in told)
+        self._union = self._by_unit([*(reached for reached, _ in told), *(kept for _, kept in told)])
         for number in own:
             self._awaited.setdefault(self._records[number].unit, set()).add(number)
         self._order = [unit for unit in self._agreed if unit in self._union]
@@ -127,13 +184,11 @@ class Reduction:
             return
         while self._at < len(self._order):
             self._reduce_next()
-        late = sorted(number for bucket in self._open.values() for number in bucket.came)
+        late = self._still_kept() if self._at_rest else sorted(number for bucket in self._open.values() for number in bucket.came)
         told = self._world.share([late, self._completed], "end of the backward")
-        more: dict[int, set[int]] = {}
-        for number in sorted({n for numbers, _ in told for n in numbers}):
-            more.setdefault(self._records[number].unit, set()).add(number)
-        for unit in sorted(more):
-            self._reduce(unit, more[unit])
+        for unit, present in sorted(self._by_unit(numbers for numbers, _ in told).items()):
+            self._reduce(unit, present)
+        self._kept_some = False
         first = list(told[0][1])
         self._agreed = [*first, *(unit for unit in self._agreed if unit not in first)]
         self._reset()
@@ -148,6 +203,9 @@ class Reduction:
 
     def _reduce(self, number: int, present: set[int]) -> None:
         """Starts to reduce a unit's gradients, which are zeros where other ranks alone have them."""
+        if self._at_rest:
+            self._start_average(number, present)
+            return
         unit = self._units[number]
         bucket = self._open.pop(number, None) or self._bucket(unit)
         for record in unit.records:
@@ -163,7 +221,7 @@ class Reduction:
                 host, first = self._sum(unit, memory)
                 self._device.send(host, lambda own: self._land(unit, own, first, arrivals, 1.0 / self._world.size)).wait()
 
-        job = self._queue.submit(run, memory.nbytes, self._pending_most, f"gradients of {unit.name}")
+        job = self.queue.submit(run, memory.nbytes, self._pending_most, f"gradients of {unit.name}")
         for arrival in arrivals:
             self.landing(arrival.record, job)
         self.changed()
@@ -219,4 +277,4 @@ class Reduction:
 
     def close(self) -> None:
         self._reset()
-        self._queue.close()
+        self.queue.close()

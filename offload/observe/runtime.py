@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -133,6 +133,18 @@ class Runtime:
             if any(module is m for top in unit.modules for m in top.modules()):
                 return self._engine.streamer.lease(unit.number)
         raise ConfigError(f"this {type(module).__name__} is in no unit of the prepared model")
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Of several ranks: backwards inside, those of all micro-batches but a step's last, keep their gradients on their ranks, summed in fp32.
+
+        The next backward outside averages the sums, or else whatever needs them of all ranks: `clip_grad_norm_`, `step()`. Until then `.grad` reads
+        this rank's own. At stages 2 and 3, where no rank has room for whole gradients, each micro-batch's are averaged all the same.
+        All ranks enter it alike. With one rank it does nothing.
+        """
+        reduction = self._engine.reduction
+        with reduction.apart() if reduction is not None else nullcontext():
+            yield
 
     def start_early(self, units: int, *, keep_gradients: bool = True) -> None:
         """With updates="backward": of how many units, those whose gradients come first, updates start during it; all unless this says less.

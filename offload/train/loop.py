@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -329,7 +329,8 @@ class Trainer:
         total = 0.0
         for micro in range(accumulate):
             value = self._loss(self._ids(self._source, step, micro, accumulate), loss_scale / accumulate)
-            torch.autograd.backward(value)
+            with self._runtime.no_sync() if micro < accumulate - 1 else nullcontext():
+                torch.autograd.backward(value)
             total += float(value.detach()) / loss_scale
 
         # update

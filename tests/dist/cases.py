@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -82,10 +83,11 @@ def train(
     stage: int = 3, place: str | None = "host", device: str = "cpu", precision: tuple[str, ...] = FP32, clip: float | None = None,
     accumulate: int = 1, use: str = "all", frozen: bool = False, steps: int = 3, tiers: tuple[str, str] = ("8MiB", "16MiB"),
     activations: str = "auto", meta: bool = False, by_torch: bool = False,
+    no_sync: str = "no",
 ) -> dict[str, Any]:  # fmt: skip
     """What training came to on this rank. One rank does the micro-batches of all of them, one after another.
 
-    `use`: "all", or "extra" or "side", which rank 0 alone then uses.
+    `no_sync`: "but last" or "all", the micro-batches that each rank sums by itself. `use`: "all", or "extra" or "side", which rank 0 alone then uses.
     """
     world = World.current()
     torch.manual_seed(1)
@@ -110,12 +112,18 @@ def train(
         runtime = offload.runtime(model)
         optimizer = offload.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
         before = runtime.stats()["moved_bytes"]
+        engine = engine_of(model)
+        filled: list[int] = []  # units, as they came to slots
+        fill = engine.slots._fill
+        engine.slots._fill = lambda slot, unit: (filled.append(unit), fill(slot, unit))[1]  # type: ignore[method-assign, func-returns-value]
         gradients = ""
         for step in range(steps):
             total = 0.0
             for rank, micro in mine:
                 loss = model(ids(step, micro, rank), extra=use != "extra" or rank == 0, side=use != "side" or rank == 0)
-                (loss / len(mine)).backward()
+                apart = no_sync == "all" or (no_sync == "but last" and (rank, micro) != mine[-1])
+                with runtime.no_sync() if apart else nullcontext():
+                    (loss / len(mine)).backward()
                 total += float(loss.detach()) / len(mine)
             if clip is not None:
                 norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip) if by_torch else offload.clip_grad_norm_(model, clip)))
@@ -127,7 +135,6 @@ def train(
             losses.append(sum(world.share(total)) / world.size)
         runtime.synchronize()
         moved = {k: v - before[k] for k, v in runtime.stats()["moved_bytes"].items()}
-        engine = engine_of(model)
         out = {
             "losses": losses,
             "norms": norms,
@@ -138,7 +145,7 @@ def train(
             "moved": moved,
             "held": runtime.stats().get("state_bytes_per_rank"),
             "state_bytes": runtime.stats()["state_bytes"],
-            "fetches": engine.slots.counters.fetches,
+            "filled": {u.name: (filled.count(u.number), 4 * sum(f.numel for f in u.layout.flats)) for u in engine.units if filled},
             "flat_bytes": sum(f.numel * 4 for u in engine.plan.layouts if "idle" not in u.spec.name for f in u.flats),
             "values": [float(p.detach().clone().double().sum()) for _, p in sorted(model.named_parameters())],
         }

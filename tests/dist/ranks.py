@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,12 +39,10 @@ def job(script: str, ranks: int, *args: str, env: dict[str, str] | None = None) 
 
 
 def ends(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of each."""
-    found = []
-    for process in processes:
-        out, err = process.communicate(timeout=LONG)
-        found.append((process.returncode, out, err))
-    return found
+    """Exit code, output and errors of each; all are read at once, as none may wait for room to write while others wait for it."""
+    with ThreadPoolExecutor(len(processes)) as pool:
+        said = list(pool.map(lambda process: process.communicate(timeout=LONG), processes))
+    return [(process.returncode, out, err) for process, (out, err) in zip(processes, said, strict=True)]
 
 
 def run(script: str, ranks: int, *args: str, env: dict[str, str] | None = None) -> list[str]:

@@ -11,6 +11,7 @@ from ranks import ROOT, run
 
 STAGES = (0, 1, 2, 3)
 SPLIT = ("bf16", "bf16", "split", "int8")
+SUMMED = {"accumulate": 3, "no_sync": "but last", "clip": 0.5, "steps": 2}
 
 # what is trained; settings of each group change nothing that is computed
 GROUPS: dict[str, list[dict[str, Any]]] = {
@@ -21,6 +22,15 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     + [{"stage": 3, "clip": 0.5, "activations": "recompute"}],
     "clip by torch": [{"stage": s, "clip": 0.5, "by_torch": True} for s in STAGES],
     "accumulate": [{"stage": s, "accumulate": 2} for s in STAGES] + [{"stage": 3, "accumulate": 2, "place": "nvme", "device": "sim"}],
+    "summed": [{"stage": s, **SUMMED} for s in (0, 1)]
+    + [{"stage": s, **SUMMED, "place": "nvme"} for s in (0, 1)]
+    + [{"stage": s, **SUMMED, "device": "sim", "place": p} for s, p in ((0, "nvme"), (1, "host"))]
+    + [{"stage": s, **SUMMED, "no_sync": "all"} for s in (0, 1)],
+    "summed, divided": [{"stage": s, **SUMMED} for s in (2, 3)]
+    + [{"stage": 1, **SUMMED, "no_sync": "no"}],  # ranks sum nothing by themselves
+    "summed, a parameter unused": [{"stage": s, **SUMMED, "use": "extra"} for s in (0, 1)],
+    "summed, a unit unused": [{"stage": s, **SUMMED, "use": "side", "place": p} for s, p in ((0, "host"), (1, "nvme"))],
+    "summed, int8": [{"stage": s, **SUMMED, "precision": SPLIT, "place": p} for s, p in ((0, "host"), (1, "nvme"))],
     "frozen": [{"stage": s, "frozen": True, "clip": 1.0} for s in STAGES] + [{"stage": 3, "frozen": True, "clip": 1.0, "place": "nvme"}],
     "a parameter unused": [{"stage": s, "use": "extra", "clip": 1.0} for s in STAGES],
     "a unit unused": [{"stage": s, "use": "side", "clip": 1.0} for s in (0, 1, 2)],
@@ -90,6 +100,29 @@ def test_bytes_of_communication(found: Any) -> None:
                 assert moved["all_gather"] == (part * steps if stage else 0)
             else:
                 assert part * steps <= moved["all_gather"] <= 2 * part * steps  # a unit whose slot nobody wanted is not gathered again
+
+
+def test_bytes_of_several_micro_batches(found: Any) -> None:
+    """Where gradients are whole on every rank they move once a step; where they are divided, with each micro-batch."""
+    steps, micro = 2, 3
+    of_stage: dict[int, list[Any]] = {s: [] for s in STAGES}
+    for settings, results in [*found["summed"], *found["summed, divided"]]:
+        if settings["no_sync"] != "no":
+            of_stage[settings["stage"]] += results
+    for stage, results in of_stage.items():
+        assert len(results) >= 2
+        for result in results:
+            moved, part = result["moved"], result["flat_bytes"] // 2
+            assert moved["reduce_scatter"] == (part * steps * micro if stage >= 2 else 0)
+            if stage < 2:
+                assert moved["all_reduce"] == 2 * part * steps
+            if stage < 3:
+                assert moved["all_gather"] == (part * steps if stage else 0)
+                continue
+            assert moved["all_gather"] == sum(times * nbytes // 2 for times, nbytes in result["filled"].values())
+            for name, (times, _) in result["filled"].items():  # for a forward and a backward; two modules hold the table
+                assert times <= 2 * micro * steps * (2 if name == "embed" else 1), name
+            assert max(times for times, _ in result["filled"].values()) > micro * steps
 
 
 def test_state_is_divided(found: Any) -> None:

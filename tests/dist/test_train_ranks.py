@@ -139,6 +139,13 @@ def test_texts_are_tokenized_once_for_all(tmp_path: Path) -> None:
     assert close(summaries[0]["losses"], summaries[1]["losses"]) and close(summaries[0]["eval_loss_last"], summaries[1]["eval_loss_last"])
 
 
+def test_ranks_exchange_the_gradients_of_several_micro_batches_once(alone: dict[str, Any], tmp_path: Path) -> None:
+    summary, _ = on(2, write(tmp_path, batch_size=1, accumulate=2, stage=1), "--out", "out")
+    assert close(summary["losses"], alone["losses"]) and close(summary["eval_loss_last"], alone["eval_loss_last"])
+    moved = summary["moved_bytes"]
+    assert moved["all_reduce"] == 2 * moved["all_gather"] and moved["reduce_scatter"] == 0, moved  # parameters too are gathered once a step
+
+
 def save_weights(directory: Path) -> None:
     import torch
     import transformers
