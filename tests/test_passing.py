@@ -131,7 +131,7 @@ def test_bits_are_those_of_gradients_at_rest(tmp_path: Path, case: str, seed: in
 @given(
     case=st.sampled_from(list(CASES)), place=st.sampled_from(PLACES[:-1]), device=st.one_of(st.none(), st.integers(0, 1000)),
     lateness=st.one_of(st.none(), st.just(-1), st.integers(0, 1000)), precision=st.sampled_from([M.FP32, M.BF16, B.COMPACT]),
-    slots=st.sampled_from([None, 3]), host=st.sampled_from(["64MiB", "4MiB"]),
+    slots=st.sampled_from([None, 3]), host=st.sampled_from(["64MiB", "8MiB"]),
 )  # fmt: skip
 def test_any_placement_and_any_delay(tmp_path_factory: Any, case: str, device: int | None, precision: Any, **over: Any) -> None:
     path = tmp_path_factory.mktemp("swap")
