@@ -308,6 +308,29 @@ def test_failed_work_is_raised(tmp_path: Path) -> None:
     offload.runtime(model).close()  # it was told
 
 
+def test_an_update_that_starts_while_one_is_waited_for_is_waited_for_too(tmp_path: Path) -> None:
+    """As where the queue of fetches waits for one step's and the next step() starts."""
+    with M.prepared(M.seeded(MAKE), M.tiers(tmp_path), device="sim", precision=M.FP32, place=M.placed("device")) as model:
+        resident = engine_of(model).resident
+
+        class Ended:
+            done = True
+
+            def __init__(self, then: Any = None) -> None:
+                self._then = then
+
+            def wait(self) -> None:
+                if self._then is not None:
+                    resident._updated[0] = self._then
+
+        later: Any = Ended()
+        resident._updated[0] = Ended(later)  # type: ignore[assignment]
+        resident.wait(0)
+        assert resident._updated[0] is later
+        resident.wait(0)
+        assert 0 not in resident._updated
+
+
 def test_plan_of_another_device_is_refused(tmp_path: Path) -> None:
     """What `cpu` may have in part on the device, a device of its own may not."""
     place = {"parameter": "device", "gradient": "host", "optimizer": "host"}

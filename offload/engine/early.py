@@ -29,7 +29,8 @@ import torch
 
 from offload.engine.atrest import AtRest
 from offload.engine.background import Background, Hypers, has_frame
-from offload.engine.gradients import Gradients, accumulates, give, landed, spend
+from offload.engine.gradients import Gradients, begun, give, landed, spend
+from offload.engine.graph import accumulates
 from offload.engine.passing import Passing
 from offload.engine.record import Record, Unit
 from offload.engine.slots import Use
@@ -108,7 +109,8 @@ class Early:
                 f"a backward began before step(), and the last one has started the updates of {self._name(next(iter(self._started)))} already. "
                 f"Call step() after {self.accumulate} of them, declare their number with prepare(..., accumulate=N), or {WAY_OUT}"
             )
-        if all(r.parameter.grad is None for records in self._trained for r in records):
+        self._task, self._awaited, self._complete = -1, {}, []  # of one that raised
+        if not any(begun(self._gradients, r) for records in self._trained for r in records):
             self._backwards = 0
         self._backwards += 1
         if self._backwards == self.accumulate:
@@ -309,7 +311,7 @@ class Early:
         self._error = OffloadError(
             f'{why}, after the backward had started updates (updates="backward"): the step is partly applied'
             f"{f' ({len(self._opened)} units: {done})' if done else ''}, and this model can only be closed. "
-            'Go on from a checkpoint, with prepare(..., updates="forward"), which takes all of a step or nothing'
+            'Go on from a checkpoint, with prepare(..., updates="forward") (train.updates in a run file), which takes all of a step or nothing'
         )
         raise self._error
 

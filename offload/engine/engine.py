@@ -23,7 +23,8 @@ from offload.engine.atrest import AtRest
 from offload.engine.background import Background
 from offload.engine.build import Found, arena_bytes, make_records, make_shards
 from offload.engine.early import Early
-from offload.engine.gradients import Gradients, check_kept, check_sums, expected, share
+from offload.engine.gradients import Gradients, check_spent, share
+from offload.engine.graph import expected
 from offload.engine.initialise import fill_buffers, initial_values
 from offload.engine.passing import Passing
 from offload.engine.record import CODES, DTYPES, Record, Unit
@@ -279,7 +280,9 @@ class Engine:
     # Gradients
 
     def _before_backward(self) -> None:
-        check_sums(self.gradients)
+        if self.closed:
+            raise OffloadError("the runtime of this model was closed; prepare the model again")
+        check_spent(self.gradients)
         if self.gradients.dtype != torch.float32 and any(self.gradients.earlier(r) for r in self.records if r.trained):
             self.early.refuse("a further backward")
             self.widen_gradients()
@@ -397,7 +400,7 @@ class Engine:
         self.gradients.flush()
         self.device.settle()
         self.slots.settle()
-        check_kept(self.gradients, (self.records[n] for n in hypers if not self.early.opened(self.records[n])))
+        check_spent(self.gradients, (self.records[n] for n in hypers if not self.early.opened(self.records[n])))
         table = self.background.hyper()
         for number, fields in hypers.items():
             if self.early.opened(self.records[number]):
@@ -455,7 +458,7 @@ class Engine:
             return
         try:
             self.streamer.close()
-            self.gradients.settle()
+            self.gradients.settle(again=False)
             if self.refresh is not None:
                 self.refresh.settle()
             self.background.finish()

@@ -22,12 +22,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from offload import _core
 from offload.dist.world import World
 from offload.engine.atrest import AtRest
 from offload.engine.chunk_cache import ChunkCache
+from offload.engine.graph import accumulates
 from offload.engine.record import CODES, NORM_BLOCK, Record, Unit
 from offload.engine.reduction import Arrival, Reduction
 from offload.engine.resident import Resident
@@ -44,23 +44,6 @@ _FLT_MAX = torch.finfo(torch.float32).max
 _FP16_OVER = 65520.0  # from here on fp32 rounds to an infinite fp16
 
 
-def expected(records: Iterable[Record]) -> list[int] | None:
-    """The numbers of the trained parameters into which the backward that runs accumulates; None: into none ever, it is autograd.grad."""
-    try:
-        held = [r for r in records if r.trained and r.parameter.requires_grad]
-        return [r.number for r in held if torch._C._will_engine_execute_node(get_gradient_edge(r.parameter).node)]
-    except RuntimeError:
-        return None
-
-
-def accumulates(parameter: torch.Tensor) -> bool:
-    """Whether the backward that runs accumulates into the parameter (and not `autograd.grad`, which only returns)."""
-    try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
-    except RuntimeError:  # it is autograd.grad: torch answers that by raising
-        return False
-
-
 @dataclass
 class _Entry:
     """What is known of one parameter's gradient at rest."""
@@ -70,6 +53,7 @@ class _Entry:
     zeroed: bool = False  # it reads as zeros, which are yet to be stored: an update may still read what is there
     spent: bool = False  # an update took it from memory, and it was not kept
     landing: list[Transfer] = field(default_factory=list)
+    failed: Transfer | None = None  # a landing whose error is raised to whoever needs the gradient, until another takes its place
     collecting: bool = False  # it has come and is not reduced; see [Note: reduction]
     early_task: int = -1
     epoch: int = -1
@@ -215,6 +199,7 @@ class Gradients:
             scale, entry.scale = entry.scale, 1.0
             return Arrival(record, True, scale)
         entry.generation += 1
+        entry.failed = None
         entry.scale, entry.epoch, entry.task = 1.0, self._epoch, torch._C._current_graph_task_id()
         return Arrival(record, False, 1.0)
 
@@ -243,7 +228,7 @@ class Gradients:
         self.guard(record, "a gradient", False)
         self.claim(record)
         entry = self._entries[record.number]
-        self._settle(entry)
+        self._settle(entry, fresh=True)
         entry.generation += 1
         entry.scale, entry.spent = scale, False
         entry.epoch, entry.task = self._epoch, torch._C._current_graph_task_id()
@@ -342,7 +327,7 @@ class Gradients:
         self._check_reduced(record)
         self.guard(record, "writing to the gradient", True)
         entry = self._entries[record.number]
-        self._settle(entry)
+        self._settle(entry, fresh=True)
         stored, entry.scale = self._fitted(value.detach().to("cpu").contiguous())
         entry.spent = False
         self._changed()
@@ -362,15 +347,15 @@ class Gradients:
         self._check_reduced(record)
         self.guard(record, "zeroing the gradient", True)
         entry = self._entries[record.number]
-        self._settle(entry)
+        self._settle(entry, fresh=True)
         entry.scale, entry.zeroed, entry.spent = 1.0, True, False
         self._resident.forget_sums(record)
         record.sums.zero_()
 
-    def settle(self) -> None:
-        """Every landing is done; its error, if any, is raised."""
-        for entry in self._entries.values():
-            self._settle(entry)
+    def settle(self, again: bool = True) -> None:
+        """Every landing is done; its error, if any, is raised, `again` where that was done before and the gradient is still there."""
+        for record in self.records:
+            self._settle(self._entries[record.number], fresh=not again or record.parameter.grad is None)
         self._resident.fetch_sums()
 
     def scale_of(self, record: Record) -> float:
@@ -438,10 +423,17 @@ class Gradients:
         for chunk, _ in record.slices:
             self.let_go(record.unit, chunk)
 
-    def _settle(self, entry: _Entry) -> None:
-        landing, entry.landing = entry.landing, []
-        for transfer in landing:
-            transfer.wait()
+    def _settle(self, entry: _Entry, fresh: bool = False) -> None:
+        """What is under way has landed, or its error is raised; unless another is to be there, a `fresh` start, so is one of before."""
+        entry.failed = None if fresh else entry.failed
+        while entry.landing:
+            try:
+                entry.landing[0].wait()
+            except Exception:
+                entry.failed = entry.failed or entry.landing[0]
+            del entry.landing[0]
+        if entry.failed is not None:
+            entry.failed.wait()
 
     def _pieces(self, record: Record) -> Iterable[tuple[int, int, int, int]]:
         """(chunk, first byte in it, first element of the parameter, end element) of each slice that rests here."""
@@ -524,10 +516,10 @@ class Gradients:
                 self._cache.finish(key)
 
 
-def check_sums(gradients: Gradients) -> None:
-    """OffloadError if this backward would add to a gradient that went into its update and was not kept."""
-    for record in gradients.records:
-        if gradients._entries[record.number].spent and gradients.earlier(record):
+def check_spent(gradients: Gradients, stepped: Iterable[Record] | None = None) -> None:
+    """OffloadError if this backward would add to, or a step of `stepped` would use, a gradient that went into its update and was not kept."""
+    for record in gradients.records if stepped is None else stepped:
+        if gradients._entries[record.number].spent and (stepped is not None or gradients.earlier(record)):
             gradients._check_kept(record)
 
 
@@ -540,16 +532,15 @@ def share(gradients: Gradients, plan_share: Share, dtype: torch.dtype, world: Wo
     return reduction
 
 
-def check_kept(gradients: Gradients, records: Iterable[Record]) -> None:
-    """OffloadError if a gradient went into an update and was not kept."""
-    for record in records:
-        gradients._check_kept(record)
-
-
 def spend(gradients: Gradients, records: Iterable[Record]) -> None:
     """What came of these goes into their updates, or to nobody, and others come in its place."""
     for record in records:
         gradients._entries[record.number].spent = True
+
+
+def begun(gradients: Gradients, record: Record) -> bool:
+    """Whether the parameter has a gradient other than the zeros of zero_grad(set_to_none=False)."""
+    return record.parameter.grad is not None and not gradients._entries[record.number].zeroed
 
 
 def landed(gradients: Gradients, records: Sequence[Record], wait: bool = False) -> bool:

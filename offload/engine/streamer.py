@@ -358,7 +358,11 @@ class Streamer:
                 self.gradients.nested_backward()
                 self.early.nested()
             else:
-                self.before_backward()
+                try:
+                    self.before_backward()
+                except BaseException:
+                    self._backward.task = -1  # it is refused: the next one begins anew
+                    raise
             torch.autograd.Variable._execution_engine.queue_callback(_Ending(self._end_backward))
 
     def _enter_backward(self, number: int, rebind: bool, mark: tuple[int, int]) -> None:
