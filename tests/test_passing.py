@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -20,10 +21,13 @@ import offload
 import test_backward as B
 from late import late
 from offload import _core
+from offload.cli.plan import plan_command
+from offload.config import RunConfig
 from offload.engine.registry import engine_of
 from offload.memory import swap
 from offload.planner.passing import KEPT, kinds, places
 from offload.planner.placement import Plan, chunks_of, gradient_chunk_bytes
+from offload.train.loop import train
 from offload.transfer.device import SimDevice
 
 X = B.X
@@ -131,7 +135,7 @@ def test_bits_are_those_of_gradients_at_rest(tmp_path: Path, case: str, seed: in
 @given(
     case=st.sampled_from(list(CASES)), place=st.sampled_from(PLACES[:-1]), device=st.one_of(st.none(), st.integers(0, 1000)),
     lateness=st.one_of(st.none(), st.just(-1), st.integers(0, 1000)), precision=st.sampled_from([M.FP32, M.BF16, B.COMPACT]),
-    slots=st.sampled_from([None, 3]), host=st.sampled_from(["64MiB", "4MiB"]),
+    slots=st.sampled_from([None, 3]), host=st.sampled_from(["64MiB", "8MiB"]),
 )  # fmt: skip
 def test_any_placement_and_any_delay(tmp_path_factory: Any, case: str, device: int | None, precision: Any, **over: Any) -> None:
     path = tmp_path_factory.mktemp("swap")
@@ -374,3 +378,43 @@ def test_a_backward_that_raises_leaves_no_gradient_behind(tmp_path: Path) -> Non
             _step(model, optimizer)
             digests.append(offload.runtime(model).digest())
     assert digests[0] == digests[1]
+
+
+RUN = """
+[model]
+type = "llama"
+config = { vocab_size = 1024, hidden_size = 256, intermediate_size = 704, num_hidden_layers = 8, num_attention_heads = 4 }
+[data]
+source = "random"
+seq_length = 16
+eval_sequences = 1
+[tiers]
+device = "24MiB"
+host = "20MiB"
+nvme = [["swap", "256MiB"]]
+[precision]
+master = "split"
+moments = "int8"
+[train]
+steps = 2
+device = "cpu"
+activations = "recompute"
+"""
+
+
+def test_a_run_plans_and_trains_so_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Evaluation before the first step, which computes without gradients, is no hidden use. The schedule of either plan may be the shorter, so the
+    drive has no room for the one that keeps them."""
+    (tmp_path / "run.toml").write_text(RUN)
+    summaries = []
+    for nvme, updates in (("256MiB", "forward"), ("13MiB", "auto")):
+        changes = [f'tiers.nvme=[["swap", "{nvme}"]]', f"train.updates={updates}"]
+        config = RunConfig.load(tmp_path / "run.toml", changes)
+        summaries.append(train(config, str(tmp_path / f"out-{updates}")))
+        if updates == "auto":
+            assert plan_command(str(tmp_path / "run.toml"), changes, None, 1, None, True) == 0
+            planned = json.loads(capsys.readouterr().out)
+    assert [s["passing_units"] for s in summaries] == [0, 8] and planned["passing_units"] == 8
+    assert summaries[0]["digest"] == summaries[1]["digest"] and summaries[0]["losses"] == summaries[1]["losses"]
+    assert planned["placement"] == summaries[1]["placement"] and planned["state_bytes"] == summaries[1]["state_bytes"] < summaries[0]["state_bytes"]
+    assert all(summaries[1]["peak_bytes"][tier] <= summaries[1]["budget_bytes"][tier] for tier in ("host", "nvme"))
