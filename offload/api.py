@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from offload.config import Precision, Tiers, check_updates
+from offload.dist.mesh import equal_rows
 from offload.dist.world import World
 from offload.engine.build import Found, discover
 from offload.engine.engine import Engine
@@ -80,11 +82,12 @@ def _specs(found: Sequence[Found], precision: Precision) -> list[UnitSpec]:
 def plan(
     model: nn.Module, tiers: Tiers, *, device: str | Device | None = None, precision: Precision | None = None, activations: str = "auto",
     units: Units = "auto", place: dict[str, str] | None = None, batch: tuple[int, int] | Batch | None = None, accumulate: int = 1,
-    ranks: int = 1, rank: int = 0, stage: int = 3,
+    ranks: int = 1, rank: int = 0, stage: int = 3, replicate: int = 1,
 ) -> Plan:  # fmt: skip
     """What would go where, without allocating anything; a model on the meta device is enough.
 
-    `batch` is (sequences, tokens) of a micro-batch. With `ranks`, the plan of one of them under a `stage`; budgets and batch are one rank's.
+    `batch` is (sequences, tokens) of a micro-batch. With `ranks`, the plan of one of them under a `stage`, which divides state within each of
+    `replicate` groups; budgets and batch are one rank's.
     Raises `PlanError` where the state does not fit: which tier, need, have, three ways out.
     """
     precision = precision or Precision()
@@ -97,16 +100,26 @@ def plan(
         batch=_batch(batch),
         activations=activations,
         accumulate=accumulate,
-        share=_share(ranks, rank, stage),
+        share=_share(ranks, rank, stage, replicate),
     )
 
 
-def _share(ranks: int, rank: int, stage: int) -> Share:
-    if stage not in (0, 1, 2, 3):
-        raise ConfigError(f"stage = {stage!r}: give 0 (every rank has everything), 1 (optimizer state is divided), 2 (gradients too) or 3 (all is)")
+def _share(ranks: int, rank: int, stage: int, replicas: int) -> Share:
     if not 0 <= rank < ranks:
         raise ConfigError(f"rank {rank} of {ranks} ranks: ranks count from 0")
-    return Share(ranks, rank, stage) if ranks > 1 else ALONE
+    equal_rows(ranks, replicas)
+    return Share.of(ranks, rank, _checked_stage(stage), replicas)
+
+
+def _checked_stage(stage: int) -> int:
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"stage = {stage!r}: give 0 (every rank has everything), 1 (optimizer state is divided), 2 (gradients too) or 3 (all is)")
+    return stage
+
+
+def _share_in(world: World | None, stage: int) -> Share:
+    _checked_stage(stage)
+    return replace(Share.of(world.size, world.rank, stage, world.replicas), rank=world.within.rank) if world is not None else ALONE
 
 
 def _world(mesh: Any, device: str | Device | None, updates: str) -> World | None:
@@ -150,9 +163,10 @@ def prepare(
     micro-batches starts updates as gradients come to rest, to the same bits; what would come between it and step() is then refused.
     `batch` is (sequences, tokens) of a micro-batch, so that activations are planned for.
 
-    Under torchrun, or with a `mesh` (a 1-D DeviceMesh), all ranks call this with the same model; values are rank 0's. Gradients are means over ranks.
+    Under torchrun, or with a `mesh`, all ranks call this with the same model; values are rank 0's. Gradients are means over ranks.
     `stage`: what is divided among them: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. Names, shapes and values at rest stay whole:
     to read what is divided is a collective, which all ranks call in one order; what is written is given alike on all. Budgets are each rank's.
+    `mesh`: a DeviceMesh of one dimension, or of two, (replicate, shard): state is divided along the second and the same along the first.
     Raises `ConfigError`, `PlanError` before anything is allocated, `SwapError`; `RankError` when another rank is gone.
     """
     precision = precision or Precision()
@@ -162,7 +176,7 @@ def prepare(
     found = discover(model, units)
     if not any(f.members for f in found):
         raise ConfigError(f"{type(model).__name__} has no parameters to prepare")
-    share = _share(world.size, world.rank, stage) if world is not None else _share(1, 0, stage)
+    share = _share_in(world, stage)
     target = make_device(device)
     try:
         specs = _specs(found, precision)
@@ -177,7 +191,7 @@ def prepare(
             share=share,
         )
         if made.share != share:
-            raise ConfigError(f"plan is for {_of(made.share)}, and this is {_of(share)}: make it with plan(..., ranks=, rank=, stage=)")
+            raise ConfigError(f"plan is for {made.share.text}, and this is {share.text}: make it with plan(..., ranks=, rank=, stage=, replicate=)")
         if world is not None:
             _agree(world, model, made)
         own = _own_bytes(model)
@@ -195,10 +209,6 @@ def prepare(
 def _own_bytes(model: nn.Module) -> int:
     """This process's resident memory but for the model's own, which is given back as it is taken over."""
     return max(0, resident_bytes() - sum(p.nbytes for p in model.parameters() if p.device.type == "cpu"))
-
-
-def _of(share: Share) -> str:
-    return f"rank {share.rank} of {share.ranks} at stage {share.stage}" if share.ranks > 1 else "one rank"
 
 
 def _check_machine(own: int, made: Plan, device: Device, world: World | None) -> None:

@@ -101,9 +101,13 @@ def _raw(part: torch.Tensor) -> memoryview:
 
 
 def _own_pieces(tensors: Iterable[tuple[Held, Entry]], first: int, world: World | None) -> Iterator[Placed]:
-    """What this rank writes of tensors that begin at byte `first`."""
-    for tensor, entry in tensors:
-        if tensor.own is None and world is not None and world.rank:
+    """What this rank writes of tensors that begin at byte `first`. Of groups that hold the same each writes some of the tensors."""
+    across = world.across if world is not None else None
+    for i, (tensor, entry) in enumerate(tensors):
+        if tensor.own is None:
+            if world is not None and world.rank:
+                continue
+        elif across is not None and i % across.size != across.rank:
             continue
         for at, part in tensor.own() if tensor.own is not None else _counted(tensor.parts()):
             yield first + entry.start + at * tensor.dtype.itemsize, _raw(part)

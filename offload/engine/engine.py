@@ -110,7 +110,7 @@ class Engine:
 
     def _build(self, plan: Plan) -> None:
         compute = DTYPES[plan.compute]
-        ranks = self.world, plan.share
+        ranks = self.world.within if self.world is not None else None, plan.share
         self.resident = Resident(self.units, plan.form, DTYPES[plan.grad], self.device)
         self.background = Background(self.units, self._make_updates(DTYPES[plan.grad]), self.resident, self.stalls)
         self.state = State(self.units, plan.form, self._before_access, self.background, self._refresh, *ranks)
@@ -127,7 +127,7 @@ class Engine:
         if plan.share.divides("optimizer") and not plan.share.divides("parameter"):
             background = self.background
             self.refresh = Refresh(
-                self.units, plan.share, world, self.frames, self.stalls, lambda unit: background.wait_unit(unit, tell=False, own=True)
+                self.units, plan.share, world.within, self.frames, self.stalls, lambda unit: background.wait_unit(unit, tell=False, own=True)
             )
             self.background.others = self.refresh
 

@@ -417,6 +417,7 @@ class Trainer:
         return {
             "ranks": world.size,
             "stage": self._config.train.stage,
+            "replicate": world.replicas,
             "peak_bytes": {tier: max(peaks[tier] for peaks, _ in shared) for tier in counters["peak_bytes"]},
             "state_bytes_per_rank": [held for _, held in shared],
         }
@@ -492,7 +493,7 @@ def train(
     is left as it is. `failing` is given an error before other ranks hear of it.
     """
     with ExitStack() as closing:
-        world = World.current(device="cuda" if compute_device(config.train.device) == "cuda" else "cpu")
+        world = World.current(device="cuda" if compute_device(config.train.device) == "cuda" else "cpu", replicas=config.train.replicate)
         closing.callback(world.close)
         try:
             return _run(config, out, resume, stopped, world, closing)
