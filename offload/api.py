@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from offload.config import Precision, Tiers, check_updates
+from offload.dist.divided import mesh_of, part_of
 from offload.dist.mesh import equal_rows
 from offload.dist.world import World
 from offload.engine.build import Found, discover
@@ -122,15 +123,26 @@ def _share_in(world: World | None, stage: int) -> Share:
     return replace(Share.of(world.size, world.rank, stage, world.replicas), rank=world.within.rank) if world is not None else ALONE
 
 
-def _world(mesh: Any, device: str | Device | None, updates: str) -> World | None:
-    """The ranks of this run; None where there is one."""
-    kind = _device_kind(device)
-    world = World.current(mesh, "cuda" if kind.name == "cuda" else "cpu")
-    if world.size == 1:
-        return None
-    if updates == "backward":
+def _ranks(model: nn.Module, mesh: Any, device: str | Device | None, updates: str, compute: str) -> tuple[World | None, World | None]:
+    """The ranks among which the data is divided, and those over which parameters are already; None where that is one."""
+    where = "cuda" if _device_kind(device).name == "cuda" else "cpu"
+    tensor = mesh_of(dict(model.named_parameters()))
+    world, beside = (World.current(mesh, where), None) if tensor is None else World.beside(mesh, tensor, where)
+    found = tuple(w if w is not None and w.size > 1 else None for w in (world, beside))
+    if updates == "backward" and any(found):
         raise ConfigError("updates = 'backward' is not available with several ranks yet: give 'forward'")
-    return world
+    if compute == "fp16" and found[1] is not None:
+        raise ConfigError("compute = 'fp16' is not available with parameters that are DTensors: give 'bf16' or 'fp32'")
+    return found[0], found[1]
+
+
+def _agree_beside(job: World, made: Plan) -> None:
+    """ConfigError unless ranks that have other parts of parameters compute the same units again: each calls the model's own collectives then."""
+    names = [p.name for unit in made.layouts for p in unit.spec.parameters]
+    job.agree(hashlib.blake2b(repr(names).encode(), digest_size=6).hexdigest(), "the model (its parameters' names)")
+    facts = {"activations": made.activations, "asked": made.asked, "kept": made.kept, "batch known": made.batch is not None}
+    for name, value in facts.items():
+        job.agree(value, f"the plan's {name} (budgets and settings are to be the same; say activations=, if parts differ in size)")
 
 
 def _agree(world: World, model: nn.Module, made: Plan) -> None:
@@ -171,8 +183,8 @@ def prepare(
     """
     precision = precision or Precision()
     check_updates(updates, precision)
-    world = _world(mesh, device, updates)
     check_unprepared(model)
+    world, beside = _ranks(model, mesh, device, updates, precision.compute)
     found = discover(model, units)
     if not any(f.members for f in found):
         raise ConfigError(f"{type(model).__name__} has no parameters to prepare")
@@ -192,14 +204,16 @@ def prepare(
         )
         if made.share != share:
             raise ConfigError(f"plan is for {made.share.text}, and this is {share.text}: make it with plan(..., ranks=, rank=, stage=, replicate=)")
+        if beside is not None:
+            _agree_beside(beside.home, made)
         if world is not None:
             _agree(world, model, made)
         own = _own_bytes(model)
-        _check_machine(own, made, target, world)
+        _check_machine(own, made, target, world if beside is None else beside.home)
         target.in_flight_bytes_most = made.working.in_flight
         target.resident_bytes_most = base_bytes(unknown=own) + made.peak_bytes["host"] + tiers.device
         target.keep(made.surge_bytes, made.free_bytes)
-        Engine(model, found, made, tiers, target, seed, accumulate if updates == "backward" else 0, world)
+        Engine(model, found, made, tiers, target, seed, accumulate if updates == "backward" else 0, world, beside)
     except BaseException:
         target.close()
         raise
@@ -208,7 +222,7 @@ def prepare(
 
 def _own_bytes(model: nn.Module) -> int:
     """This process's resident memory but for the model's own, which is given back as it is taken over."""
-    return max(0, resident_bytes() - sum(p.nbytes for p in model.parameters() if p.device.type == "cpu"))
+    return max(0, resident_bytes() - sum(part_of(p).nbytes for p in model.parameters() if p.device.type == "cpu"))
 
 
 def _check_machine(own: int, made: Plan, device: Device, world: World | None) -> None:

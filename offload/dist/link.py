@@ -53,7 +53,7 @@ class Link:
 
     def among(self, members: Sequence[int]) -> Link:
         """Some of the ranks, this one too, counted in this order, over the same connections. `Lost` names them as this link does."""
-        return Link(self._group, members.index(self.rank), len(members), self._timeout, members)
+        return Link(self._group, members.index(self.rank), len(members), self._timeout, [self._numbers[member] for member in members])
 
     def send(self, tensor: torch.Tensor, peer: int, name: str) -> Message:
         """`tensor`, contiguous, on its way; it must not change until the message was waited for."""

@@ -48,6 +48,21 @@ def equal_rows(size: int, replicas: int) -> list[list[int]]:
     return [list(range(i * row, (i + 1) * row)) for i in range(replicas)]
 
 
+def beside(rows: Sequence[Sequence[int]], tensor: Sequence[int], rank: int, size: int) -> list[int]:
+    """Of `size` ranks, those of a mesh whose one dimension is `tensor`, over which parameters are divided already, and whose others are these rows;
+    both have `rank`. ConfigError where they are no dimensions of one mesh."""
+    data = [r for row in rows for r in row]
+    if set(data) & set(tensor) != {rank}:
+        raise ConfigError(
+            f"parameters are DTensors over ranks {list(tensor)}, and mesh would divide them again among ranks {data}: give the mesh's other "
+            "dimension, as prepare(..., mesh=mesh['dp'])"
+        )
+    every = sorted({d + t - rank for d in data for t in tensor})
+    if len(every) < len(data) * len(tensor) or every[0] < 0 or every[-1] >= size:
+        raise ConfigError(f"ranks {data} and {list(tensor)} are no two dimensions of one mesh: take both from init_device_mesh(..., (dp, tp))")
+    return every
+
+
 def column(rows: Sequence[Sequence[int]], rank: int) -> list[int]:
     """The ranks, one of each row, at the place of `rank` in its own."""
     place = next(row.index(rank) for row in rows if rank in row)

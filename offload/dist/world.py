@@ -21,7 +21,7 @@ import torch
 
 from offload.dist.board import Board
 from offload.dist.link import Link, Lost
-from offload.dist.mesh import column, equal_rows, rows_of
+from offload.dist.mesh import beside, column, equal_rows, rows_of
 from offload.dist.sums import Spaces, Sum, SumForAll
 from offload.errors import ConfigError, RankError
 
@@ -95,6 +95,12 @@ class World:
         return world
 
     @classmethod
+    def beside(cls, mesh: Any, tensor: Any, device: str | None) -> tuple[World, World]:
+        """Of ranks among which parameters are divided over the 1-D mesh `tensor` already: the world of `mesh`, or of this rank alone where all ranks
+        are of `tensor`, and that of `tensor`. Both are parts of one. ConfigError as in `current`. A collective."""
+        return _of_two_meshes(mesh, tensor, device)
+
+    @classmethod
     def _of_job(cls, device: str | None) -> World:
         distributed = sys.modules.get("torch.distributed")
         group = distributed.group.WORLD if distributed is not None and distributed.is_available() else None
@@ -108,6 +114,11 @@ class World:
     @property
     def within(self) -> World:
         return self if self._within is None else self._within
+
+    @property
+    def home(self) -> World:
+        """The world that this is a part of, or this."""
+        return self if self._home is None else self._home
 
     def gather_into(self, full: torch.Tensor, own: torch.Tensor, what: str, reducing: bool = False) -> Work:
         """Starts to fill `full` [size * S] with every rank's `own` [S], same dtype and device, which may be the part of it that is this rank's.
@@ -182,7 +193,10 @@ class World:
         found = self.share(value, what)
         for rank, other in enumerate(found):
             if other != found[0]:
-                raise ConfigError(f"{what} differs between ranks: {found[0]!r} on rank 0, {other!r} on rank {rank}; give all ranks the same")
+                names = self._ranks[0], self._ranks[rank]
+                raise ConfigError(
+                    f"{what} differs between ranks: {found[0]!r} on rank {names[0]}, {other!r} on rank {names[1]}; give all ranks the same"
+                )
 
     def fail(self, error: BaseException) -> None:
         """Tells the other ranks what ends this one, and lets go of whatever they or this one wait for. Nothing is collective afterwards."""
@@ -224,9 +238,13 @@ class World:
         )  # fmt: skip
         self._links = [self._gather_link, self._sum_link, self._talk]
         store = PrefixStore(f"offload/{_start()}/{_connected[0]}/{ranks}", _get_default_store())
-        self._board = Board(store, self.rank, min(_NOTED, self._timeout / 4), self._cut)
+        self._board = Board(store, ranks[self.rank], min(_NOTED, self._timeout / 4), self._cut)
         self._spaces = Spaces(self.size)
-        hosts = self.share(os.environ.get("GROUP_RANK") or socket.gethostname(), "names of machines")
+        self._locate(self.share(os.environ.get("GROUP_RANK") or socket.gethostname(), "names of machines"))
+
+    def _locate(self, hosts: list[str]) -> None:
+        """`hosts`: every rank's machine."""
+        self._hosts = hosts
         self.local_rank, self.local_size = hosts[: self.rank].count(hosts[self.rank]), hosts.count(hosts[self.rank])
 
     def _divide(self, rows: Sequence[Sequence[int]]) -> None:
@@ -239,15 +257,16 @@ class World:
     def _part(self, members: Sequence[int]) -> World:
         """Some of this world's ranks in this order. All of them make it at once."""
         part = World(members.index(self.rank), len(members))
-        part._home, part._timeout, part._board, part._spaces = self, self._timeout, self._board, Spaces(part.size)
+        part._home, part._timeout, part._board, part._spaces = self.home, self._timeout, self._board, Spaces(part.size)
         part._links = [link.among(members) for link in self._links]
         part._gather_link, part._sum_link, part._talk = part._links
+        part._ranks, part._nccl = [self._ranks[member] for member in members], self._nccl
+        part._locate([self._hosts[member] for member in members])
         if self._nccl:
             import torch.distributed as dist
 
-            ranks = [self._ranks[member] for member in members]
             part._gathers, part._reduces = (
-                dist.new_group(ranks, timeout=_patience(), backend="nccl", use_local_synchronization=True) for _ in range(2)
+                dist.new_group(part._ranks, timeout=_patience(), backend="nccl", use_local_synchronization=True) for _ in range(2)
             )
         return part
 
@@ -256,7 +275,7 @@ class World:
             link.cut()
 
     def _count(self, kind: str, buffer: torch.Tensor) -> None:
-        home = self._home or self
+        home = self.home
         with home._counting:
             home.moved[kind] += buffer.nbytes * (self.size - 1) // self.size * (2 if kind == "all_reduce" else 1)
 
@@ -289,29 +308,29 @@ class World:
         return [bytes(t.numpy()).decode() for t in texts]
 
     def _error(self, what: str, peer: int | None, late: bool, seconds: float) -> RankError:
-        """`peer`, like all ranks that are named, as the whole world counts it."""
+        """`peer` as the whole world counts it; ranks are named as the job counts them."""
         if self._home is not None:
             return self._home._error(what, peer, late, seconds)
-        failed = self._board.failure()
+        failed, own, other = self._board.failure(), self._ranks[self.rank], self._ranks[peer] if peer is not None else None
         if failed is not None:
-            text = f"rank {failed[0]} has failed: {failed[1]}; so {what} cannot be on rank {self.rank} after {seconds:.0f} s"
-        elif peer is None:
-            text = f"{what} failed on rank {self.rank} after {seconds:.0f} s"
+            text = f"rank {failed[0]} has failed: {failed[1]}; so {what} cannot be on rank {own} after {seconds:.0f} s"
+        elif other is None:
+            text = f"{what} failed on rank {own} after {seconds:.0f} s"
         elif late:
-            last = self._board.last(peer)
+            last = self._board.last(other)
             text = (
-                f"rank {peer} has not come to {what}, for which rank {self.rank} has waited {seconds:.0f} s; "
+                f"rank {other} has not come to {what}, for which rank {own} has waited {seconds:.0f} s; "
                 f"{f'it was last at {last}' if last else 'it has not told where it is'}. {TIMEOUT_VARIABLE} sets the seconds to wait"
             )
         else:
-            text = f"rank {self.rank} has lost its connection to rank {peer} in {what}, after {seconds:.0f} s: its process has ended, or the network"
+            text = f"rank {own} has lost its connection to rank {other} in {what}, after {seconds:.0f} s: its process has ended, or the network"
         error = RankError(text)
         error.told = failed is not None
         return error
 
 
 _default: list[World] = []  # that of the whole job, while it is open
-_meshes: dict[tuple[str | None, str], World] = {}  # by device and rows
+_meshes: dict[tuple[str | None, str], tuple[World, ...]] = {}  # by device and ranks
 _connected = [0]  # how many there were: the same on all ranks
 
 
@@ -340,18 +359,48 @@ def _start() -> str:
 
 def _of_mesh(mesh: Any, device: str | None) -> World:
     rows = rows_of(mesh)
+    ranks = sorted(rank for row in rows for rank in row)
+    if len(ranks) == 1:
+        return World.alone()
+
+    def divide(world: World) -> tuple[World, ...]:
+        world._divide([[ranks.index(rank) for rank in row] for row in rows])
+        return (world,)
+
+    return _made((device, str(rows)), ranks, device, divide)[0]
+
+
+def _of_two_meshes(mesh: Any, tensor: Any, device: str | None) -> tuple[World, World]:
     import torch.distributed as dist
 
-    key, ranks = (device, str(rows)), sorted(rank for row in rows for rank in row)
+    own, (others,) = dist.get_rank(), rows_of(tensor)
+    if mesh is None and len(others) < dist.get_world_size():
+        raise ConfigError(f"parameters are DTensors over ranks {others}: say which ranks divide the data, as prepare(..., mesh=mesh['dp'])")
+    rows = rows_of(mesh) if mesh is not None else [[own]]
+    ranks = beside(rows, others, own, dist.get_world_size())
+    if len(ranks) == 1:
+        return World.alone(), World.alone()
+
+    def divide(whole: World) -> tuple[World, ...]:
+        members = sorted(rank for row in rows for rank in row)
+        data = whole._part([ranks.index(rank) for rank in members])
+        data._divide([[members.index(rank) for rank in row] for row in rows])
+        return data, whole._part([ranks.index(rank) for rank in others])
+
+    data, beside_it = _made((device, f"{rows} beside {others}"), ranks, device, divide)
+    return data, beside_it
+
+
+def _made(key: tuple[str | None, str], ranks: list[int], device: str | None, divide: Callable[[World], tuple[World, ...]]) -> tuple[World, ...]:
+    """A world of these ranks of the job, or parts of it; those of the last call with this key, while they are open."""
+    import torch.distributed as dist
+
     there = _meshes.get(key)
-    if there is not None and not there._closed and there._group is dist.group.WORLD:
-        return there
-    world = World(ranks.index(dist.get_rank()), len(ranks))
-    if world.size > 1:
+    if there is None or there[0].home._closed or there[0].home._group is not dist.group.WORLD:
+        world = World(ranks.index(dist.get_rank()), len(ranks))
         world._connect(ranks, device)
-        world._divide([[ranks.index(rank) for rank in row] for row in rows])
-        _meshes[key] = world
-    return world
+        there = _meshes[key] = divide(world)
+    return there
 
 
 def _of_environment(device: str | None) -> World:

@@ -94,7 +94,7 @@ class Early:
                 f"a backward began before step(), and the last one has started the updates of {self._name(next(iter(self._started)))} already. "
                 f"Call step() after {self.accumulate} of them, declare their number with prepare(..., accumulate=N), or {WAY_OUT}"
             )
-        if all(r.parameter.grad is None for records in self._trained for r in records):
+        if all(r.grad is None for records in self._trained for r in records):
             self._backwards = 0
         self._backwards += 1
         if self._backwards == self.accumulate:
@@ -173,7 +173,7 @@ class Early:
 
     def _stands(self, record: Record) -> bool:
         """Whether `.grad` is the parameter's gradient at rest."""
-        grad = record.parameter.grad
+        grad = record.grad
         if not isinstance(grad, AtRest) or grad.chain or not isinstance(grad.source, GradientSource):
             return False
         return grad.source.record is record and grad.source.current
@@ -223,7 +223,7 @@ class Early:
         self._background.check()
         for unit, generations in self._started.items():
             for record, generation in zip(self._trained[unit], generations, strict=True):
-                grad, now, used = record.parameter.grad, hypers.get(record.number), self._hypers[record.number]
+                grad, now, used = record.grad, hypers.get(record.number), self._hypers[record.number]
                 if grad is None:
                     self._fail(f"the gradient of {record.name} was dropped (zero_grad() or .grad = None)")
                 elif not self._stands(record) or self._gradients.generation(record) != generation:

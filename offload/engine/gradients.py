@@ -141,7 +141,7 @@ class Gradients:
 
     def arrived(self, record: Record) -> None:
         """After autograd accumulated into `.grad`: what is there rests here from now on."""
-        grad = record.parameter.grad
+        grad = record.grad
         if grad is None:
             return
         if isinstance(grad, AtRest) and not grad.chain:
@@ -153,23 +153,23 @@ class Gradients:
                 return
         value = grad.plain() if isinstance(grad, AtRest) else grad.detach()
         if self.reduction is not None and torch._C._current_graph_task_id() >= 0:
-            record.parameter.grad = AtRest(self._take(record, value))
+            record.grad = AtRest(self._take(record, value))
             return
-        record.parameter.grad = AtRest(self.land(record, *self._fitted(value)))
+        record.grad = AtRest(self.land(record, *self._fitted(value)))
 
     def adopt(self, records: Iterable[Record]) -> list[Record]:
         """Before an update: the trained parameters that have a gradient; those that the user put in `.grad` come to rest here."""
-        present = [r for r in records if r.trained and r.parameter.grad is not None]
+        present = [r for r in records if r.trained and r.grad is not None]
         foreign = [r for r in present if not self._is_own(r)]
-        values = {r.number: r.parameter.grad.plain() for r in foreign if isinstance(r.parameter.grad, AtRest)}
+        values = {r.number: r.grad.plain() for r in foreign if isinstance(r.grad, AtRest)}
         for record in foreign:  # each is read before any lands where another may still be read
             if record.number in values:
-                record.parameter.grad = values[record.number]
+                record.grad = values[record.number]
             self.arrived(record)
         return present
 
     def _is_own(self, record: Record) -> bool:
-        grad = record.parameter.grad
+        grad = record.grad
         if not isinstance(grad, AtRest) or grad.chain or not isinstance(grad.source, GradientSource) or grad.source.record is not record:
             return False
         if not grad.source.current:
@@ -179,7 +179,7 @@ class Gradients:
     def earlier(self, record: Record) -> bool:
         """In a backward: whether the parameter has a gradient of an earlier one, to which this one adds."""
         entry, now = self._entries[record.number], torch._C._current_graph_task_id()
-        if record.parameter.grad is None:
+        if record.grad is None:
             return False
         return entry.epoch < self._epoch or (entry.task != now and entry.task not in self._nested_tasks)
 
@@ -222,8 +222,8 @@ class Gradients:
         entry = self._entries[record.number]
         entry.landing.append(transfer)
         entry.collecting = False
-        if record.parameter.grad is None:
-            record.parameter.grad = AtRest(GradientSource(record, self, entry.generation))
+        if record.grad is None:
+            record.grad = AtRest(GradientSource(record, self, entry.generation))
 
     def _land_reduced(self, unit: Unit, host: torch.Tensor, first: int, arrivals: Sequence[Arrival], factor: float) -> None:
         """Lands `host`, elements of the unit's trained flat from `first` on, times `factor`."""
@@ -531,7 +531,7 @@ def check_sums(gradients: Gradients) -> None:
 def share(gradients: Gradients, plan_share: Share, dtype: torch.dtype, world: World) -> Reduction:
     """Gradients are those of several ranks from here on, and move between them in `dtype`; see [Note: reduction]."""
     reduction = Reduction(gradients.units, plan_share, dtype, gradients.device, world, gradients._land_reduced)
-    reduction.start = lambda record: gradients._arrival(record, record.parameter.grad is not None)
+    reduction.start = lambda record: gradients._arrival(record, record.grad is not None)
     reduction.landing = gradients._reducing
     gradients.reduction = reduction
     return reduction
