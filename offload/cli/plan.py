@@ -8,13 +8,13 @@ from typing import Any
 
 from offload.cli.app import emit
 from offload.config import Precision, RunConfig, format_size, precision_of
-from offload.dist.mesh import equal_rows
 from offload.errors import ConfigError
 
 
 def _arithmetic(params: float, ranks: int, stage: int, replicate: int, precision: Precision) -> dict[str, Any]:
     """Bytes of state, and on each of `ranks` when `stage` divides optimizer state (1), gradients too (2), parameters too (3) (arXiv:1910.02054)
     within each of `replicate` groups."""
+    from offload.dist.mesh import equal_rows
     from offload.planner.form import StateForm
     from offload.planner.layout import DTYPE_BYTES
 

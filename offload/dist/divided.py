@@ -25,14 +25,14 @@ def is_divided(tensor: torch.Tensor) -> bool:
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; any other tensor itself."""
-    return tensor._local_tensor if is_divided(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+    return tensor._local_tensor if is_divided(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def whole(part: torch.Tensor, spec: Any) -> torch.Tensor:
     """The DTensor of which this rank has `part`."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor(part, spec, requires_grad=False)  # type: ignore[no-untyped-call, no-any-return]
+    return DTensor(part, spec, requires_grad=False)
 
 
 class Place(NamedTuple):

@@ -411,7 +411,7 @@ class Engine:
                     for part in ahead(pool if self.world is None else None, self.state.pieces(record, role)):
                         whole.update((part.float() if part.dtype in CODES else part).view(torch.uint8).numpy().data)
         if self.beside is not None:
-            whole = xxhash.xxh3_128("".join(self.beside.share(whole.hexdigest(), "digests of parts")))
+            whole = xxhash.xxh3_128("".join(self.beside.share(whole.hexdigest(), "digests of parts")).encode())
         return whole.hexdigest()
 
     def synchronize(self) -> None:

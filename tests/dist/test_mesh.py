@@ -173,7 +173,7 @@ job = World.current(device="cpu")
 
 def made(stage, mesh, seed=1, swap=None):
     tiers = offload.Tiers("8MiB", "16MiB", [(swap, "64MiB")] if swap else [])
-    place = {"optimizer": "nvme"} if swap else None
+    place = {{"optimizer": "nvme"}} if swap else None
     precision = offload.Precision("fp32", "fp32")
     mesh = cases.mesh_of(mesh) if mesh else None
     model = offload.prepare(cases.net(seed), tiers, device="cpu", precision=precision, stage=stage, mesh=mesh, place=place)
