@@ -246,6 +246,26 @@ def test_hottest_roles_are_nearest() -> None:
     assert plan.describe()["parameter"]["nvme"] == 0
 
 
+@given(unit_specs(), st.integers(1, 48), st.integers(1, 48), computes)
+@SETTINGS
+def test_one_memory_leaves_the_device_what_the_host_has_room_for(units: list[UnitSpec], device: int, host: int, compute: str) -> None:
+    """On `cpu` nothing need rest on the device that fits on the host, and no more rests on nvme for it than if the device were filled first."""
+    plan = attempt(units, Capacities(device * MIB, host * MIB, 512 * MIB, True, True), compute)
+    if plan is None:
+        return
+    shard = max((sum(f.nbytes for f in u.flats) for u in plan.layouts), default=0)
+    records = [max(gradient_chunk_bytes(c, plan.grad), plan.form.record_bytes(c.numel)) for u in plan.layouts for c in chunks_of(u)]
+    left = plan.budgets["host"] - plan.peak_bytes["host"]
+    assert plan.resting["device"] == 0 or left <= shard + max(records, default=0)
+
+
+def test_one_memory_with_room_on_the_host_leaves_the_device_alone() -> None:
+    cap = Capacities(24 * MIB, 128 * MIB, 0, True, True)
+    plan = plan_units(BLOCKS, cap, Precision(), batch=demand.Batch(1, 64))
+    assert plan.resting["device"] == 0
+    assert plan.resting["nvme"] == 0
+
+
 @given(unit_specs(), capacities, computes)
 @SETTINGS
 def test_what_comes_later_never_rests_nearer(units: list[UnitSpec], cap: Capacities, compute: str) -> None:

@@ -84,11 +84,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes on the device for slots and state at rest, and on the host for state at rest; of what slots leave, 1/`share` is for state at rest."""
+    """Bytes on the device for slots and state at rest, and on the host for state at rest; of what slots leave, 1/`share` is for state at rest, and
+    no more than `resting`."""
 
     device: int
     share: int
     host: int
+    resting: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def fill(sizes: Sizes, load: Load, room: Room, slots_for: Callable[[Sequence[int
     fixed = fixed_bytes(sizes, load)
     if fixed["host"] > room.host:
         raise Short("host", fixed["host"])
-    left = Room(room.device - room.share * fixed["device"], room.share, room.host - fixed["host"])
+    left = Room(room.device - room.share * fixed["device"], room.share, room.host - fixed["host"], room.resting - fixed["device"])
     if "parameter" in load.place:
         tiers = (load.place["parameter"],) * len(sizes.parameter)
         slots, full = slots_for(moved(sizes, load, tiers)), 0
@@ -151,7 +153,7 @@ def fill(sizes: Sizes, load: Load, room: Room, slots_for: Callable[[Sequence[int
     if "parameter" not in load.place:
         for tier, nbytes in zip(tiers, sizes.parameter, strict=True):
             taken[tier] += nbytes
-    rest = (room.device - sum(slots)) // room.share if load.rests else 0
+    rest = min((room.device - sum(slots)) // room.share, room.resting) if load.rests else 0
     chunks = _Chunks({"device": rest - taken["device"], "host": room.host - taken["host"]}, full if load.rests else max(full, 1), taken)
     gradient, state = (
         tuple(chunks.spread(ends, load.place.get(role)) for ends in sizes.ends[role]) for role in ("gradient", "optimizer")
@@ -185,6 +187,25 @@ def _fill_whole(
     return Filled(tuple(tiers), tuple(gradient), tuple(state), filled.slots, filled.taken | {"device": upto[len(there)]})
 
 
+def leaving_room(
+    filled: Filled, sizes: Sizes, load: Load, room: Room, slots_for: Callable[[Sequence[int]], tuple[int, ...]], in_reach: bool
+) -> Filled:
+    """`filled`, or where device and host are one memory as much of it on the host as leaves no more on nvme; see [Note: one memory]."""
+    if not (load.rests and load.direct):
+        return filled
+    least = max(fixed_bytes(sizes, load)["device"], filled.taken["device"] + filled.taken["host"] - room.host)
+    whole = max(sizes.parameter, default=0) + max((ends[0] for role in sizes.ends.values() for ends in role if ends), default=0)
+    for resting in (least, least + whole):  # what is not divided may not fill the host to its brim
+        if resting < filled.taken["device"]:
+            try:
+                other = fill(sizes, load, replace(room, resting=resting), slots_for, in_reach)
+            except Short:
+                continue
+            if other is not None and other.taken["nvme"] <= filled.taken["nvme"] and other.taken["device"] < filled.taken["device"]:
+                return other
+    return filled
+
+
 def _all_on_device(ends: Sequence[Sequence[int]]) -> list[Runs]:
     return [(("device", len(own)),) if own else () for own in ends]
 
@@ -214,7 +235,7 @@ def _parameters(
     def slots_beyond(reach: int) -> tuple[int, ...]:
         return slots_for([sizes.slot[u] for i, u in enumerate(order) if i >= reach or not sizes.plain[u]])
 
-    most = bisect_right(upto, left.device // left.share) - 1 if load.rests else 0
+    most = bisect_right(upto, min(left.device // left.share, left.resting)) - 1 if load.rests else 0
     for first in range(max(0, most), -1, -1):
         end = on_host(first)
         reach = end if load.direct else first
@@ -233,7 +254,7 @@ def _parameters(
 class _Chunks:
     """Places chunks in order, never nearer than one before; `left` is what tiers have left, `taken` counts what rests."""
 
-    def __init__(self, left: dict[str, int], at: int, taken: dict[str, int]) -> None:
+    def __init__(self, left: dict[str, float], at: int, taken: dict[str, int]) -> None:
         self._left: list[float] = [left["device"], left["host"], math.inf]
         self._at, self._taken = at, taken
 

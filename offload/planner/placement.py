@@ -3,7 +3,7 @@
 [Note: placement]
 Whatever is free is taken in one order, hottest role first: parameters (read in every pass; by unit, small ones first), gradients (written
 and read once a step; by chunk), states (once each a step; by chunk). Tiers are filled in one order: device, host, nvme. What comes later
-never rests nearer, so a larger budget never moves anything farther away.
+never rests nearer, so a larger budget never moves anything farther away (see [Note: one memory]).
 What the run holds besides could undo that: a larger budget also affords more slots and larger staging buffers. So each way to hold them
 serves a range of budgets, above which it uses no more than the range's end; of all ways the one that leaves least on nvme is taken, the
 ampler where they are equal. A plan depends on the nvme budget only in whether what rests there fits.
@@ -13,6 +13,11 @@ Where the host cannot work on device memory nor the device on the host's (`rests
 a unit rests there with its parameters, gradients and state or with nothing: small units first, of equal ones those that a forward uses first, since a
 backward needs them last and the next forward would wait for their updates. All other units are placed as said above, on host and nvme. With several
 ranks none rests there: what is gathered and reduced would have to be in the order of the device's work.
+
+[Note: one memory]
+On `cpu` the device's budget and the host's are parts of one memory, and what rests in either is as near. There what need not rest on the device,
+for there to be no more on nvme, rests on the host: what the device has left keeps more units' activations, and the pages that compute has freed
+for what it allocates next.
 
 [Note: kept units]
 Where the treatment is the planner's to choose and not everything can be kept, what the device has left keeps the activations of as many units as fit,
@@ -31,7 +36,7 @@ from offload.config import Precision
 from offload.errors import ConfigError, PlanError
 from offload.planner import demand
 from offload.planner.boundaries import AWAY, STAY, UNKNOWN_SHARE, Boundaries, boundaries, modes
-from offload.planner.fill import ROLES, TIERS, Filled, Load, Room, Runs, Short, Sizes, fill, fixed_bytes, moved, sizes_of
+from offload.planner.fill import ROLES, TIERS, Filled, Load, Room, Runs, Short, Sizes, fill, fixed_bytes, leaving_room, moved, sizes_of
 from offload.planner.form import StateForm
 from offload.planner.layout import DTYPE_BYTES, Chunk, UnitLayout, UnitSpec, lay_out_all, round_up
 from offload.planner.share import ABSENT, ALONE, Share
@@ -419,14 +424,15 @@ class _Search:
         request, (_, sizes) = self._request, self.cut(staging.chunk)
         possible = False
         for slots_for, most, in_reach in self._slot_ways(sizes, request.capacities.device - work.total):
+            room = Room(most, request.share, staging.host - staging.nbytes)
             try:
-                filled = fill(sizes, request.load, Room(most, request.share, staging.host - staging.nbytes), slots_for, in_reach)
+                filled = fill(sizes, request.load, room, slots_for, in_reach)
             except Short as short:
                 self.refusals.append(self._refusal(short, staging, work))
                 continue
             possible = possible or filled is not None
             if filled is not None and filled.taken["nvme"] < self._nvme() and (staging.frames or not filled.taken["nvme"]):
-                self.best = staging, mode, work, filled
+                self.best = staging, mode, work, leaving_room(filled, sizes, request.load, room, slots_for, in_reach)
         return possible
 
     def _slot_ways(self, sizes: Sizes, left: int) -> Iterator[tuple[Callable[[Sequence[int]], tuple[int, ...]], int, bool]]:
