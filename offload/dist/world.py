@@ -80,19 +80,13 @@ class World:
         return cls()
 
     @classmethod
-    def current(cls, mesh: Any = None, device: str | None = None, replicas: int | None = None) -> World:
+    def current(cls, mesh: Any = None, device: str | None = None) -> World:
         """That of a DeviceMesh (`rows_of`), of an initialised default group, or of torchrun's environment, which initialises one; else `alone()`.
 
-        Every call without a mesh gives the same one until it is closed, and so do those with meshes that are alike. `replicas`: without a mesh, of
-        how many groups it is from now on. `device`: "cuda" or "cpu", what collectives will be of; unless given, both where there is a GPU.
-        ConfigError for meshes of other kinds, groups that would not be equal, and half an environment. A collective.
+        Every call without a mesh gives the same one until it is closed, and so do those with meshes that are alike. `device`: "cuda" or "cpu", what
+        collectives will be of; unless given, both where there is a GPU. ConfigError for meshes of other kinds and half an environment.
         """
-        if mesh is not None:
-            return _of_mesh(mesh, device)
-        world = cls._of_job(device)
-        if replicas is not None:
-            world._divide(equal_rows(world.size, replicas))
-        return world
+        return cls._of_job(device) if mesh is None else _of_mesh(mesh, device)
 
     @classmethod
     def beside(cls, mesh: Any, tensor: Any, device: str | None) -> tuple[World, World]:
@@ -110,6 +104,10 @@ class World:
                 return world
             _default[:] = [world]
         return _default[0]
+
+    def divide(self, replicas: int) -> None:
+        """This world is of so many groups of consecutive ranks from now on. ConfigError where they would not be equal. A collective."""
+        self._divide(equal_rows(self.size, replicas))
 
     @property
     def within(self) -> World:
@@ -248,7 +246,7 @@ class World:
         self.local_rank, self.local_size = hosts[: self.rank].count(hosts[self.rank]), hosts.count(hosts[self.rank])
 
     def _divide(self, rows: Sequence[Sequence[int]]) -> None:
-        """This world is of these groups from now on, of as many of its ranks each. A collective."""
+        """As `divide`, into these groups of as many ranks each."""
         self.replicas, self._within, self.across = len(rows), None, None
         if 1 < len(rows) < self.size:
             self._within = self._part(next(row for row in rows if self.rank in row))

@@ -493,9 +493,10 @@ def train(
     is left as it is. `failing` is given an error before other ranks hear of it.
     """
     with ExitStack() as closing:
-        world = World.current(device="cuda" if compute_device(config.train.device) == "cuda" else "cpu", replicas=config.train.replicate)
+        world = World.current(device="cuda" if compute_device(config.train.device) == "cuda" else "cpu")
         closing.callback(world.close)
         try:
+            world.divide(config.train.replicate)
             return _run(config, out, resume, stopped, world, closing)
         except BaseException as error:
             failing(error)
