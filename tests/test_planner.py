@@ -19,7 +19,8 @@ from offload.errors import ConfigError, PlanError
 from offload.planner import demand
 from offload.planner.form import StateForm
 from offload.planner.layout import ALIGN, CHUNK_ALIGN, DTYPE_BYTES, ParameterSpec, UnitSpec, lay_out, slot_bytes
-from offload.planner.placement import Capacities, Plan, chunks_of, gradient_chunk_bytes, nvme_extents, plan_units
+from offload.planner.placement import Plan, chunks_of, gradient_chunk_bytes, nvme_extents, plan_units
+from offload.planner.request import Capacities
 
 SETTINGS = settings(max_examples=60, deadline=None)
 PAGE = 4096

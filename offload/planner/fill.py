@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from offload.planner.form import StateForm
 from offload.planner.layout import DTYPE_BYTES, FLOATING, Chunk, UnitLayout, slot_bytes
+from offload.planner.passing import KEPT, shared_bytes
 from offload.planner.share import ALONE, Share
 
 TIERS = ("device", "host", "nvme")
@@ -22,18 +23,24 @@ Runs = tuple[tuple[str, int], ...]  # (tier, chunks) in the order of the chunks
 @dataclass(frozen=True)
 class Sizes:
     """Units as they are cut. By unit: bytes of the parameters at rest and in a slot, whether the device can compute from where they rest, and
-    by role ("gradient", "optimizer") and unit the bytes at which its chunks end, one behind another."""
+    by role ("gradient", "optimizer") and unit the bytes at which its chunks end, one behind another; and its kind (planner/passing.py)."""
 
     parameter: tuple[int, ...]
     slot: tuple[int, ...]
     plain: tuple[bool, ...]
     ends: dict[str, tuple[tuple[int, ...], ...]]
+    kinds: tuple[int, ...]
+
+    @property
+    def shared(self) -> int:
+        """Bytes on the host of the places that gradients pass through."""
+        return shared_bytes(self.kinds, [ends[-1] if ends else 0 for ends in self.ends["gradient"]])
 
     def of(self, units: Sequence[int]) -> Sizes:
         """Those of some units alone."""
         return Sizes(
             _picked(self.parameter, units), _picked(self.slot, units), _picked(self.plain, units),
-            {role: _picked(ends, units) for role, ends in self.ends.items()},
+            {role: _picked(ends, units) for role, ends in self.ends.items()}, _picked(self.kinds, units),
         )  # fmt: skip
 
 
@@ -44,8 +51,9 @@ def _picked(each: Sequence[_T], units: Sequence[int]) -> tuple[_T, ...]:
     return tuple(each[u] for u in units)
 
 
-def sizes_of(layouts: Sequence[UnitLayout], grad: str, form: StateForm, share: Share = ALONE) -> Sizes:
-    """What of them rests on one rank. Parameters that are divided among ranks are gathered in slots, wherever they rest."""
+def sizes_of(layouts: Sequence[UnitLayout], grad: str, form: StateForm, share: Share = ALONE, kinds: Sequence[int] = ()) -> Sizes:
+    """What of them rests on one rank. Parameters that are divided among ranks are gathered in slots, wherever they rest. Without `kinds` no gradient
+    passes."""
     compute = form.compute
 
     def own(unit: UnitLayout, role: str) -> list[Chunk]:
@@ -65,6 +73,7 @@ def sizes_of(layouts: Sequence[UnitLayout], grad: str, form: StateForm, share: S
             "gradient": tuple(ends(u) for u in layouts),
             "optimizer": tuple(tuple(accumulate(form.record_bytes(c.numel) for c in own(u, "optimizer"))) for u in layouts),
         },
+        tuple(kinds) or (KEPT,) * len(layouts),
     )
 
 
@@ -134,6 +143,7 @@ def fill(sizes: Sizes, load: Load, room: Room, slots_for: Callable[[Sequence[int
     if load.whole and "device" not in load.place.values():
         return _fill_whole(sizes, load, room, slots_for, in_reach)
     fixed = fixed_bytes(sizes, load)
+    fixed["host"] += sizes.shared
     if fixed["host"] > room.host:
         raise Short("host", fixed["host"])
     left = Room(room.device - room.share * fixed["device"], room.share, room.host - fixed["host"], room.resting - fixed["device"])
@@ -155,9 +165,9 @@ def fill(sizes: Sizes, load: Load, room: Room, slots_for: Callable[[Sequence[int
             taken[tier] += nbytes
     rest = min((room.device - sum(slots)) // room.share, room.resting) if load.rests else 0
     chunks = _Chunks({"device": rest - taken["device"], "host": room.host - taken["host"]}, full if load.rests else max(full, 1), taken)
-    gradient, state = (
-        tuple(chunks.spread(ends, load.place.get(role)) for ends in sizes.ends[role]) for role in ("gradient", "optimizer")
-    )
+    passing = ["host" if kind != KEPT else None for kind in sizes.kinds]
+    gradient = tuple(chunks.spread(e, p or load.place.get("gradient")) for e, p in zip(sizes.ends["gradient"], passing, strict=True))
+    state = tuple(chunks.spread(ends, load.place.get("optimizer")) for ends in sizes.ends["optimizer"])
     return Filled(tiers, gradient, state, slots, taken)
 
 
