@@ -177,10 +177,10 @@ class _Stop(Exception):
 def _raising(side: Side, c: random.Random, backward: bool) -> Iterator[None]:
     """A block's forward raises, or the backward of its output."""
     blocks = [m for m in side.model.modules() if isinstance(m, M.Block)] or [side.model]
-    error = c.choice([_Stop, KeyboardInterrupt])("stop")
+    error = c.choice([_Stop, KeyboardInterrupt])
 
     def stop(*_: Any) -> None:
-        raise error
+        raise error("stop")  # one that the hook held would hold the graph, in torch too
 
     def hook(_: nn.Module, __: Any, out: torch.Tensor) -> None:
         out.register_hook(stop) if backward and out.requires_grad else stop()
