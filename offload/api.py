@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from offload.config import Precision, Tiers, check_updates
+from offload.dist.divided import mesh_of, part_of
+from offload.dist.mesh import equal_rows
 from offload.dist.world import World
 from offload.engine.build import Found, discover
 from offload.engine.engine import Engine
@@ -81,11 +84,12 @@ def _specs(found: Sequence[Found], precision: Precision) -> list[UnitSpec]:
 def plan(
     model: nn.Module, tiers: Tiers, *, device: str | Device | None = None, precision: Precision | None = None, activations: str = "auto",
     units: Units = "auto", place: dict[str, str] | None = None, batch: tuple[int, int] | Batch | None = None, accumulate: int = 1,
-    ranks: int = 1, rank: int = 0, stage: int = 3, keep_gradients: bool = True,
+    ranks: int = 1, rank: int = 0, stage: int = 3, replicate: int = 1, keep_gradients: bool = True,
 ) -> Plan:  # fmt: skip
     """What would go where, without allocating anything; a model on the meta device is enough.
 
-    `batch` is (sequences, tokens) of a micro-batch. With `ranks`, the plan of one of them under a `stage`; budgets and batch are one rank's.
+    `batch` is (sequences, tokens) of a micro-batch. With `ranks`, the plan of one of them under a `stage`, which divides state within each of
+    `replicate` groups; budgets and batch are one rank's.
     Without `keep_gradients`, those of repeated units may pass to their updates through a few places that the units share, where not everything fits
     in memory: for `prepare(updates="backward", plan=...)` of one micro-batch a step, after which nobody reads `.grad`.
     Raises `PlanError` where the state does not fit: which tier, need, have, three ways out.
@@ -100,28 +104,49 @@ def plan(
         batch=_batch(batch),
         activations=activations,
         accumulate=accumulate,
-        share=_share(ranks, rank, stage),
+        share=_share(ranks, rank, stage, replicate),
         keep_gradients=keep_gradients,
     )
 
 
-def _share(ranks: int, rank: int, stage: int) -> Share:
-    if stage not in (0, 1, 2, 3):
-        raise ConfigError(f"stage = {stage!r}: give 0 (every rank has everything), 1 (optimizer state is divided), 2 (gradients too) or 3 (all is)")
+def _share(ranks: int, rank: int, stage: int, replicas: int) -> Share:
     if not 0 <= rank < ranks:
         raise ConfigError(f"rank {rank} of {ranks} ranks: ranks count from 0")
-    return Share(ranks, rank, stage) if ranks > 1 else ALONE
+    equal_rows(ranks, replicas)
+    return Share.of(ranks, rank, _checked_stage(stage), replicas)
 
 
-def _world(mesh: Any, device: str | Device | None, updates: str) -> World | None:
-    """The ranks of this run; None where there is one."""
-    kind = _device_kind(device)
-    world = World.current(mesh, "cuda" if kind.name == "cuda" else "cpu")
-    if world.size == 1:
-        return None
-    if updates == "backward":
+def _checked_stage(stage: int) -> int:
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"stage = {stage!r}: give 0 (every rank has everything), 1 (optimizer state is divided), 2 (gradients too) or 3 (all is)")
+    return stage
+
+
+def _share_in(world: World | None, stage: int) -> Share:
+    _checked_stage(stage)
+    return replace(Share.of(world.size, world.rank, stage, world.replicas), rank=world.within.rank) if world is not None else ALONE
+
+
+def _ranks(model: nn.Module, mesh: Any, device: str | Device | None, updates: str, compute: str) -> tuple[World | None, World | None]:
+    """The ranks among which the data is divided, and those over which parameters are already; None where that is one."""
+    where = "cuda" if _device_kind(device).name == "cuda" else "cpu"
+    tensor = mesh_of(dict(model.named_parameters()))
+    world, beside = (World.current(mesh, where), None) if tensor is None else World.beside(mesh, tensor, where)
+    found = tuple(w if w is not None and w.size > 1 else None for w in (world, beside))
+    if updates == "backward" and any(found):
         raise ConfigError("updates = 'backward' is not available with several ranks yet: give 'forward'")
-    return world
+    if compute == "fp16" and found[1] is not None:
+        raise ConfigError("compute = 'fp16' is not available with parameters that are DTensors: give 'bf16' or 'fp32'")
+    return found[0], found[1]
+
+
+def _agree_beside(job: World, made: Plan) -> None:
+    """ConfigError unless ranks that have other parts of parameters compute the same units again: each calls the model's own collectives then."""
+    names = [p.name for unit in made.layouts for p in unit.spec.parameters]
+    job.agree(hashlib.blake2b(repr(names).encode(), digest_size=6).hexdigest(), "the model (its parameters' names)")
+    facts = {"activations": made.activations, "asked": made.asked, "kept": made.kept, "batch known": made.batch is not None}
+    for name, value in facts.items():
+        job.agree(value, f"the plan's {name} (budgets and settings are to be the same; say activations=, if parts differ in size)")
 
 
 def _agree(world: World, model: nn.Module, made: Plan) -> None:
@@ -154,19 +179,20 @@ def prepare(
     micro-batches starts updates as gradients come to rest, to the same bits; what would come between it and step() is then refused.
     `batch` is (sequences, tokens) of a micro-batch, so that activations are planned for.
 
-    Under torchrun, or with a `mesh` (a 1-D DeviceMesh), all ranks call this with the same model; values are rank 0's. Gradients are means over ranks.
+    Under torchrun, or with a `mesh`, all ranks call this with the same model; values are rank 0's. Gradients are means over ranks.
     `stage`: what is divided among them: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. Names, shapes and values at rest stay whole:
     to read what is divided is a collective, which all ranks call in one order; what is written is given alike on all. Budgets are each rank's.
+    `mesh`: a DeviceMesh of one dimension, or of two, (replicate, shard): state is divided along the second and the same along the first.
     Raises `ConfigError`, `PlanError` before anything is allocated, `SwapError`; `RankError` when another rank is gone.
     """
     precision = precision or Precision()
     check_updates(updates, precision)
-    world = _world(mesh, device, updates)
     check_unprepared(model)
+    world, beside = _ranks(model, mesh, device, updates, precision.compute)
     found = discover(model, units)
     if not any(f.members for f in found):
         raise ConfigError(f"{type(model).__name__} has no parameters to prepare")
-    share = _share(world.size, world.rank, stage) if world is not None else _share(1, 0, stage)
+    share = _share_in(world, stage)
     target = make_device(device)
     try:
         specs = _specs(found, precision)
@@ -181,20 +207,22 @@ def prepare(
             share=share,
         )
         if made.share != share:
-            raise ConfigError(f"plan is for {_of(made.share)}, and this is {_of(share)}: make it with plan(..., ranks=, rank=, stage=)")
+            raise ConfigError(f"plan is for {made.share.text}, and this is {share.text}: make it with plan(..., ranks=, rank=, stage=, replicate=)")
         if made.passing and (updates != "backward" or accumulate > 1):
             raise ConfigError(
                 'plan was made with keep_gradients=False, which wants updates="backward" and accumulate=1: gradients pass to their updates and '
                 "cannot wait for step() nor be summed. Give these, or make the plan with keep_gradients=True"
             )
+        if beside is not None:
+            _agree_beside(beside.home, made)
         if world is not None:
             _agree(world, model, made)
         own = _own_bytes(model)
-        _check_machine(own, made, target, world)
+        _check_machine(own, made, target, world if beside is None else beside.home)
         target.in_flight_bytes_most = made.working.in_flight
         target.resident_bytes_most = base_bytes(unknown=own) + made.peak_bytes["host"] + tiers.device
         target.keep(made.surge_bytes, made.free_bytes)
-        Engine(model, found, made, tiers, target, seed, accumulate if updates == "backward" else 0, world)
+        Engine(model, found, made, tiers, target, seed, accumulate if updates == "backward" else 0, world, beside)
     except BaseException:
         target.close()
         raise
@@ -203,11 +231,7 @@ def prepare(
 
 def _own_bytes(model: nn.Module) -> int:
     """This process's resident memory but for the model's own, which is given back as it is taken over."""
-    return max(0, resident_bytes() - sum(p.nbytes for p in model.parameters() if p.device.type == "cpu"))
-
-
-def _of(share: Share) -> str:
-    return f"rank {share.rank} of {share.ranks} at stage {share.stage}" if share.ranks > 1 else "one rank"
+    return max(0, resident_bytes() - sum(part_of(p).nbytes for p in model.parameters() if p.device.type == "cpu"))
 
 
 def _check_machine(own: int, made: Plan, device: Device, world: World | None) -> None:

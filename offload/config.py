@@ -297,6 +297,7 @@ class TrainTable(_Table):
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     device: Literal["auto", "cuda", "cpu", "sim"] = "auto"
     stage: Annotated[int, Field(ge=0, le=3)] = 3
+    replicate: Annotated[int, Field(ge=1)] = 1
     activations: Activations = "auto"
     updates: Literal["auto", "forward", "backward"] = "auto"
 

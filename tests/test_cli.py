@@ -136,6 +136,13 @@ def test_arithmetic_of_stages(capsys: pytest.CaptureFixture[str], stage: int, pe
     assert json.loads(capsys.readouterr().out)["state_bytes_per_rank"] == pytest.approx(per_rank)
 
 
+def test_arithmetic_of_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--params", "70e9", "--ranks", "64", "--replicate", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state_bytes_per_rank"] == pytest.approx(140e9)
+    assert main(["plan", "--params", "70e9", "--ranks", "64", "--replicate", "8"]) == 0 and "in 8 groups" in capsys.readouterr().out
+    assert main(["plan", "--params", "70e9", "--ranks", "64", "--replicate", "5"]) == 2 and "5 equal groups" in capsys.readouterr().err
+
+
 def test_doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["doctor", "--path", str(tmp_path), "--json"]) == 0
     names = {f["name"] for f in json.loads(capsys.readouterr().out)["findings"]}

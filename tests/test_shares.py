@@ -111,6 +111,15 @@ def test_state_of_a_rank(stage: int) -> None:
     assert plans[0].state_bytes == trained * 16 + 2 * frozen
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_groups_have_the_plan_of_one_of_them(stage: int) -> None:
+    capacities = Capacities(8 * MIB, 64 * MIB, 64 * MIB, True, True, (64 * MIB,))
+    for rank in range(6):
+        made = plan_units(UNITS, capacities, Precision("fp32", "fp32"), share=Share.of(6, rank, stage, 2))
+        assert dataclasses.replace(made, share=Share(3, rank % 3, stage)) == planned(3, rank % 3, stage)
+    assert Share.of(6, 4, stage, 6) == Share(6, 4, 0) and Share.of(6, 4, stage) == Share(6, 4, stage) and Share.of(1, 0, stage) == Share()
+
+
 def test_divided_parameters_are_never_computed_from_where_they_rest() -> None:
     alone, divided, whole = planned(1, 0, 3, device=32 * MIB), planned(2, 0, 3, device=32 * MIB), planned(2, 0, 2, device=32 * MIB)
     assert len(alone.slots) == len(whole.slots) == 1  # for the one unit whose dtype is not the compute dtype
@@ -154,6 +163,9 @@ def test_what_is_no_rank_or_stage_is_refused() -> None:
         offload.plan(torch.nn.Linear(3, 3), tiers, device="cpu", stage=4)
     with pytest.raises(ConfigError, match="rank 2 of 2"):
         offload.plan(torch.nn.Linear(3, 3), tiers, device="cpu", ranks=2, rank=2)
+    with pytest.raises(ConfigError, match="4 ranks cannot be 3 equal groups"):
+        offload.plan(torch.nn.Linear(3, 3), tiers, device="cpu", ranks=4, replicate=3)
+    assert offload.plan(torch.nn.Linear(3, 3), tiers, device="cpu", ranks=4, rank=3, replicate=2).share == Share(2, 1, 3, 2)
 
 
 settings.register_profile("shares", deadline=None)

@@ -25,7 +25,7 @@ from offload.checkpoint.weights import Stored, records_by_name, values
 from offload.checkpoint.writer import Output, write_directory
 from offload.config import parse_size
 from offload.engine.record import DTYPES, Record
-from offload.engine.registry import engine_of
+from offload.engine.registry import engine_of, refuse_divided
 from offload.engine.state import State
 from offload.errors import CheckpointError, ConfigError, named
 
@@ -115,6 +115,7 @@ def save_pretrained(model: nn.Module, directory: str | Path, max_shard_size: int
     CheckpointError: it could not be written or reads back wrong, and what was there is as it was, unless the message says otherwise.
     """
     engine = engine_of(model)
+    refuse_divided(engine, "save_pretrained()")
     names = records_by_name(model, engine)
     tensors: dict[str, Lazy] = {}
     for name, value in model.state_dict().items():

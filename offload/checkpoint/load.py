@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from offload.checkpoint.content import BUFFER, MASTER, OTHER, VALUE, SavedState,
 from offload.checkpoint.dtypes import OF_STORED, STORED
 from offload.checkpoint.manifest import STATE, TENSORS, read_manifest, verify
 from offload.checkpoint.modules import extra_state_keys, persistent_buffers, set_extra_states
-from offload.checkpoint.save import PIECE, checked, group_names, stored_moments
+from offload.checkpoint.save import PIECE, checked, group_names, place_of, stored_moments
 from offload.checkpoint.tensorfile import Entry, read_header
+from offload.dist.divided import Place
 from offload.dist.world import World
 from offload.engine.engine import Engine
 from offload.engine.record import DTYPE_NAMES, Record
@@ -37,7 +38,7 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.o
     moments; see [Note: what is exact]. Raises `CheckpointError`, and nothing is changed, for a checkpoint that is damaged, newer than this
     release or of another model, optimizer or precision; `ConfigError`, `SwapError`. Of several ranks all call it; the first verifies.
     """
-    world = engine_of(model).world
+    world = engine_of(model).job
     if world is None:
         verify(Path(directory))
     else:
@@ -100,10 +101,9 @@ def check_parameters(directory: Path, state: SavedState, engine: Engine) -> None
     _check_names(directory, "parameters", state.parameters, [r.name for r in engine.records])
     for record in engine.records:
         saved = state.parameters[record.name]
-        if tuple(saved.shape) != tuple(record.shape):
-            raise CheckpointError(
-                f"{record.name} in {directory} has shape {tuple(saved.shape)}, the model's {tuple(record.shape)}: build the model that was saved"
-            )
+        shape = tuple(record.parameter.shape)
+        if tuple(saved.shape) != shape:
+            raise CheckpointError(f"{record.name} in {directory} has shape {tuple(saved.shape)}, the model's {shape}: build the model that was saved")
         if saved.trained != record.trained:
             was, now = ("trained", "frozen") if saved.trained else ("frozen", "trained")
             raise CheckpointError(f"{record.name} was {was} in {directory} and is {now} in the model: set its requires_grad before prepare()")
@@ -175,9 +175,9 @@ def _wanted(engine: Engine, state: SavedState) -> dict[str, _Want]:
     wanted: dict[str, _Want] = {}
     for record in engine.records:
         if not record.trained:
-            wanted[f"{VALUE}/{record.name}"] = STORED[record.dtype], tuple(record.shape)
+            wanted[f"{VALUE}/{record.name}"] = STORED[record.dtype], tuple(record.parameter.shape)
             continue
-        wanted[f"{MASTER}/{record.name}"] = "F32", tuple(record.shape)
+        wanted[f"{MASTER}/{record.name}"] = "F32", tuple(record.parameter.shape)
         if state.parameters[record.name].step is not None:
             for role, dtype, shape in stored_moments(engine, record):
                 wanted[f"{role}/{record.name}"] = STORED[dtype], shape
@@ -209,10 +209,26 @@ def _whole(file: FileIO, entry: Entry) -> torch.Tensor:
     return value.view(entry.shape)
 
 
-def _pieces(file: FileIO, entry: Entry) -> Iterator[torch.Tensor]:
-    for at in range(0, entry.numel, PIECE):
-        part = torch.empty(min(PIECE, entry.numel - at), dtype=OF_STORED[entry.dtype])
-        _read(file, part)
+def _reader(file: FileIO, entry: Entry, place: Place | None) -> Callable[[torch.Tensor], None]:
+    """Fills one flat tensor after another with what the file has of `entry`, where it stands, or of this rank's part of it."""
+    if place is None:
+        return lambda out: _read(file, out)
+    at = 0
+
+    def read(out: torch.Tensor) -> None:
+        nonlocal at
+        for first, stop, there in place.runs(at, at + out.numel()):
+            file.seek(entry.start + there * out.itemsize)
+            _read(file, out[first - at : stop - at])
+        at += out.numel()
+
+    return read
+
+
+def _pieces(read: Callable[[torch.Tensor], None], numel: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    for at in range(0, numel, PIECE):
+        part = torch.empty(min(PIECE, numel - at), dtype=dtype)
+        read(part)
         yield part
 
 
@@ -230,10 +246,12 @@ def _fill(engine: Engine, file: FileIO, entries: dict[str, Entry], buffers: dict
 
 
 def _fill_parameter(engine: Engine, record: Record, role: str, file: FileIO, entry: Entry) -> None:
-    if role in (VALUE, MASTER):
-        engine.state.write_parts(record, _pieces(file, entry), exact=True)
+    whole = role in (VALUE, MASTER)
+    read = _reader(file, entry, place_of(engine, record, None if whole else role))
+    if whole:
+        engine.state.write_parts(record, _pieces(read, record.numel, OF_STORED[entry.dtype]), exact=True)
     else:
-        engine.state.write_stored(record, role, lambda out: _read(file, out))
+        engine.state.write_stored(record, role, read)
 
 
 def _install(engine: Engine, adam: Adam, state: SavedState, settings: list[dict[str, Any]], more: dict[str, dict[str, Any]]) -> None:

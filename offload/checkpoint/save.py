@@ -21,7 +21,7 @@ from offload.checkpoint.manifest import STATE, TENSORS, Manifest, may_replace
 from offload.checkpoint.modules import extra_states, persistent_buffers
 from offload.checkpoint.tensorfile import Entry, arrange, header
 from offload.checkpoint.together import Placed, save_together
-from offload.dist.world import World
+from offload.dist.divided import Place, is_divided
 from offload.engine.engine import Engine
 from offload.engine.record import DTYPE_NAMES, DTYPES, Record
 from offload.engine.registry import engine_of, record_of
@@ -70,8 +70,8 @@ def save_through(
     entries, of = arrange((t.name, STORED[t.dtype], t.shape) for t in tensors), {t.name: t for t in tensors}
     first, ordered = header(entries), [(of[name], entry) for name, entry in entries.items()]
     nbytes = sum(entry.nbytes for entry in entries.values())
-    if engine.world is not None:
-        save_together(engine.world, target, saving, state.render(), first, nbytes, lambda: _own_pieces(ordered, len(first), engine.world))
+    if engine.job is not None:
+        save_together(engine.job, target, saving, state.render(), first, nbytes, lambda: _own_pieces(ordered, len(first), engine))
         return
     try:
         with disk.replacing(target, may_replace, saving) as where:
@@ -100,10 +100,14 @@ def _raw(part: torch.Tensor) -> memoryview:
     return data
 
 
-def _own_pieces(tensors: Iterable[tuple[Held, Entry]], first: int, world: World | None) -> Iterator[Placed]:
-    """What this rank writes of tensors that begin at byte `first`."""
-    for tensor, entry in tensors:
-        if tensor.own is None and world is not None and world.rank:
+def _own_pieces(tensors: Iterable[tuple[Held, Entry]], first: int, engine: Engine) -> Iterator[Placed]:
+    """What this rank writes of tensors that begin at byte `first`. Of groups that hold the same each writes some of the tensors."""
+    across = engine.world.across if engine.world is not None else None
+    for i, (tensor, entry) in enumerate(tensors):
+        if tensor.own is None:
+            if engine.job is not None and engine.job.rank:
+                continue
+        elif across is not None and i % across.size != across.rank:
             continue
         for at, part in tensor.own() if tensor.own is not None else _counted(tensor.parts()):
             yield first + entry.start + at * tensor.dtype.itemsize, _raw(part)
@@ -167,7 +171,7 @@ def _gather(engine: Engine, adam: Adam, extra: Any) -> tuple[SavedState, list[He
         parameters={
             r.name: SavedParameter(
                 dtype=DTYPE_NAMES[r.dtype],
-                shape=list(r.shape),
+                shape=list(r.parameter.shape),
                 trained=r.trained,
                 step=int(moved[r.number]["step"]) if r.number in moved else None,
                 also=[n for n in names[r.number] if n != r.name],
@@ -197,25 +201,53 @@ def _of_parameter(engine: Engine, record: Record, moved: bool) -> Iterator[Held]
 
     def held(prefix: str, role: str, dtype: torch.dtype, shape: tuple[int, ...], *, stored: bool = False) -> Held:
         whole = state.stored_pieces if stored else state.pieces
-        return Held(f"{prefix}/{record.name}", dtype, shape, lambda: whole(record, role), lambda: state.stream_own(record, role, stored))
+        return Held(f"{prefix}/{record.name}", dtype, shape, lambda: whole(record, role), lambda: _own(engine, record, role, stored))
 
     if not record.trained:
-        yield held(VALUE, "value", record.dtype, tuple(record.shape))
+        yield held(VALUE, "value", record.dtype, tuple(record.parameter.shape))
         return
-    yield held(MASTER, "master", torch.float32, tuple(record.shape))
+    yield held(MASTER, "master", torch.float32, tuple(record.parameter.shape))
     for role, dtype, shape in stored_moments(engine, record) if moved else ():
         yield held(role, role, dtype, shape, stored=True)
 
 
+def _own(engine: Engine, record: Record, role: str, stored: bool) -> Iterator[tuple[int, torch.Tensor]]:
+    """What this rank writes of a role of a parameter; of one that is divided over ranks its part, in as many pieces as that has runs."""
+    place = place_of(engine, record, role if stored else None)
+    if place is None and engine.beside is not None and engine.beside.rank:
+        return
+    for at, part in engine.state.stream_own(record, role, stored):
+        for first, stop, there in place.runs(at, at + part.numel()) if place is not None else [(at, at + part.numel(), at)]:
+            yield there, part[first - at : stop - at]
+
+
+def place_of(engine: Engine, record: Record, role: str | None) -> Place | None:
+    """Where a parameter's part lies in the whole, or the array that holds a role of its moments; None where it is the whole. ConfigError, on all
+    ranks, where that array is no part of the whole's."""
+    place = record.divided.place if record.divided is not None else None
+    if place is None or role is None:
+        return place
+    grouped = place.grouped(engine.state.form.part(role).group)
+    if grouped is None:
+        raise ConfigError(
+            f"{record.name} is divided over ranks where groups of its int8 moments are not, so these cannot be saved: give Precision(moments='bf16')"
+        )
+    return grouped
+
+
 def stored_moments(engine: Engine, record: Record) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
     """Role, dtype and shape of each array that holds a parameter's moments; of scales there is one a group."""
+    shape = record.parameter.shape
     for part in engine.state.kept_moments():
-        yield part.role, DTYPES[part.dtype], tuple(record.shape) if part.group == 1 else (part.numel(record.numel),)
+        place_of(engine, record, part.role)
+        yield part.role, DTYPES[part.dtype], tuple(shape) if part.group == 1 else (part.numel(shape.numel()),)
 
 
 def _plain(name: str, tensor: torch.Tensor, what: str) -> Held:
-    if tensor.dtype not in STORED or tensor.layout != torch.strided or tensor.is_meta:
-        raise ConfigError(f"{what} is {tensor.dtype}, {tensor.layout} on {tensor.device}, which a checkpoint does not hold; convert it first")
+    if tensor.dtype not in STORED or tensor.layout != torch.strided or tensor.is_meta or is_divided(tensor):
+        kind = type(tensor).__name__
+        said = f"a {kind}, {tensor.dtype}, {tensor.layout} on {tensor.device}"
+        raise ConfigError(f"{what} is {said}, which a checkpoint does not hold; convert it first")
 
     def parts() -> Iterator[Piece]:
         flat = tensor.detach().reshape(-1)

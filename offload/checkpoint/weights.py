@@ -27,7 +27,7 @@ from offload.checkpoint.names import Place, renaming, stored_places, whole
 from offload.checkpoint.writer import INDEX, SINGLE
 from offload.engine.engine import Engine
 from offload.engine.record import Record
-from offload.engine.registry import engine_of
+from offload.engine.registry import engine_of, refuse_divided
 from offload.errors import CheckpointError, named
 
 log = logging.getLogger("offload")
@@ -98,6 +98,7 @@ def load_pretrained(model: nn.Module, directory: str | Path, *, strict: bool = T
     returned, but for those that the architecture says to ignore. Extra state that is a tensor goes to its module's `set_extra_state`.
     """
     engine = engine_of(model)
+    refuse_divided(engine, "load_pretrained()")
     directory = Path(directory)
     stored = weights_in(directory)
     targets, extra, loaded = _assign(model, engine, stored)

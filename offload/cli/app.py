@@ -61,12 +61,13 @@ def plan(
     stage: Annotated[
         int | None, typer.Option(min=0, max=3, help="of several ranks: 1 divides optimizer state, 2 gradients too, 3 parameters too (the default)")
     ] = None,
+    replicate: Annotated[int | None, typer.Option(min=1, help="of several ranks: so many groups, each of which divides all state (1)")] = None,
     as_json: Json = False,
 ) -> int:
     """Say what would go where, or what a number of parameters needs."""
     from offload.cli.plan import plan_command
 
-    return plan_command(run, [*(set_ or []), *ctx.args], params, ranks, stage, as_json)
+    return plan_command(run, [*(set_ or []), *ctx.args], params, ranks, stage, replicate, as_json)
 
 
 @app.command()

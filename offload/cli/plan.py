@@ -11,8 +11,10 @@ from offload.config import Precision, RunConfig, format_size, precision_of
 from offload.errors import ConfigError
 
 
-def _arithmetic(params: float, ranks: int, stage: int, precision: Precision) -> dict[str, Any]:
-    """Bytes of state, and on each of `ranks` when `stage` divides optimizer state (1), gradients too (2), parameters too (3) (arXiv:1910.02054)."""
+def _arithmetic(params: float, ranks: int, stage: int, replicate: int, precision: Precision) -> dict[str, Any]:
+    """Bytes of state, and on each of `ranks` when `stage` divides optimizer state (1), gradients too (2), parameters too (3) (arXiv:1910.02054)
+    within each of `replicate` groups."""
+    from offload.dist.mesh import equal_rows
     from offload.planner.form import StateForm
     from offload.planner.layout import DTYPE_BYTES
 
@@ -22,14 +24,16 @@ def _arithmetic(params: float, ranks: int, stage: int, precision: Precision) -> 
     parameter, gradient, optimizer = (
         count * DTYPE_BYTES[precision.compute], count * DTYPE_BYTES[precision.grad], StateForm.of(precision).nbytes(count)
     )  # fmt: skip
-    shares = (nbytes / (ranks if stage >= least else 1) for nbytes, least in ((optimizer, 1), (gradient, 2), (parameter, 3)))
+    of = len(equal_rows(ranks, replicate)[0])
+    shares = (nbytes / (of if stage >= least else 1) for nbytes, least in ((optimizer, 1), (gradient, 2), (parameter, 3)))
     return {
         "parameters": count,
         "ranks": ranks,
         "stage": stage,
+        "replicate": replicate,
         "state_bytes": parameter + gradient + optimizer,
         "state_bytes_per_rank": int(sum(shares)),
-        "written_bytes_per_step": (optimizer + parameter) // ranks,  # all on NVMe
+        "written_bytes_per_step": (optimizer + parameter) // of,  # all on NVMe
     }
 
 
@@ -61,7 +65,7 @@ def _placement(run: str, overrides: Sequence[str], ranks: int) -> dict[str, Any]
         "written_bytes_per_step": traffic.nvme_write,
         "state_bytes": made.state_bytes,
         "state_bytes_per_rank": made.state_bytes_per_rank,
-        **({"ranks": ranks, "stage": config.train.stage} if ranks > 1 else {}),
+        **({"ranks": ranks, "stage": config.train.stage, "replicate": config.train.replicate} if ranks > 1 else {}),
         "budget_bytes": config.tiers_value().budget_bytes(),
         "peak_bytes": made.peak_bytes,
         "activations": made.activations,
@@ -75,7 +79,8 @@ def _placement(run: str, overrides: Sequence[str], ranks: int) -> dict[str, Any]
 def _text(result: dict[str, Any]) -> str:
     lines = [f"{result['parameters'] / 1e9:.3g} billion parameters, state {format_size(result['state_bytes'])}"]
     if "ranks" in result:
-        lines.append(f"{format_size(result['state_bytes_per_rank'])} a rank on {result['ranks']} at stage {result['stage']}")
+        groups = f", in {result['replicate']} groups that have the same" if result["replicate"] > 1 else ""
+        lines.append(f"{format_size(result['state_bytes_per_rank'])} a rank on {result['ranks']} at stage {result['stage']}{groups}")
     if "placement" not in result:
         lines.append(f"up to {format_size(result['written_bytes_per_step'])} written a step and rank, where all of it rests on NVMe")
         return "\n".join(lines)
@@ -92,15 +97,18 @@ def _text(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def plan_command(run: str | None, overrides: Sequence[str], params: float | None, ranks: int, stage: int | None, as_json: bool) -> int:
+def plan_command(
+    run: str | None, overrides: Sequence[str], params: float | None, ranks: int, stage: int | None, replicate: int | None, as_json: bool
+) -> int:  # fmt: skip
     """Prints the plan of a run file, of one of so many ranks, or arithmetic for `params`, with `overrides` of precision."""
     if run is not None and params is not None and "=" in run:
         overrides, run = [*overrides, run], None  # `--set a=1 b=2`: the second is no run file
     if (run is None) == (params is None):
         raise ConfigError("give either a run file or --params")
     if run is not None:
-        result = _placement(run, overrides if stage is None else [*overrides, f"train.stage={stage}"], ranks)
+        given = {"stage": stage, "replicate": replicate}
+        result = _placement(run, [*overrides, *(f"train.{key}={value}" for key, value in given.items() if value is not None)], ranks)
     else:
-        result = _arithmetic(float(params or 0), ranks, 3 if stage is None else stage, precision_of(overrides))
+        result = _arithmetic(float(params or 0), ranks, 3 if stage is None else stage, replicate or 1, precision_of(overrides))
     emit(result, as_json, _text)
     return 0

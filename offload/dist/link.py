@@ -45,9 +45,15 @@ class Link:
     """Connections from this rank to every other. Messages of one name between two ranks come in the order in which they were sent; those of
     different names do not wait for each other."""
 
-    def __init__(self, group: Any, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, group: Any, rank: int, size: int, timeout: float, numbers: Sequence[int] = ()) -> None:
+        """`numbers`: of the ranks, what the group has them as, where that is not 0, 1, ..."""
         self._group, self.rank, self.size, self._timeout = group, rank, size, timeout
+        self._numbers = list(numbers) or list(range(size))
         self.others = [(rank + i) % size for i in range(1, size)]
+
+    def among(self, members: Sequence[int]) -> Link:
+        """Some of the ranks, this one too, counted in this order, over the same connections. `Lost` names them as this link does."""
+        return Link(self._group, members.index(self.rank), len(members), self._timeout, [self._numbers[member] for member in members])
 
     def send(self, tensor: torch.Tensor, peer: int, name: str) -> Message:
         """`tensor`, contiguous, on its way; it must not change until the message was waited for."""
@@ -58,10 +64,11 @@ class Link:
         return self._message(self._group.recv, tensor, peer, name)
 
     def _message(self, act: Any, tensor: torch.Tensor, peer: int, name: str) -> Message:
+        number = self._numbers[peer]
         try:
-            return Message(act([tensor], peer, crc32(name.encode()) & 0x7FFFFFFF), peer, self._timeout)
+            return Message(act([tensor], number, crc32(name.encode()) & 0x7FFFFFFF), number, self._timeout)
         except RuntimeError:
-            raise Lost(peer, False, 0.0) from None
+            raise Lost(number, False, 0.0) from None
 
     def gather(self, parts: Sequence[torch.Tensor], own: torch.Tensor, name: str) -> list[Message]:
         """Starts to fill `parts[r]`, contiguous, with what rank r gives as `own`; the own part is filled at once."""

@@ -23,6 +23,7 @@ import torch
 
 from offload.dist.board import Board
 from offload.dist.link import Link, Lost
+from offload.dist.mesh import beside, column, equal_rows, rows_of
 from offload.dist.sums import Spaces, Sum, SumForAll
 from offload.errors import ConfigError, RankError
 
@@ -55,6 +56,10 @@ class Work:
 class World:
     """Rank `rank` of `size`; `local_rank` of `local_size` on this machine.
 
+    State is divided among the ranks of `within`: all, or, where there are `replicas` groups of more than one rank, those of this rank's group. Then
+    `across` is those that have the same share as this one, in the order of groups, else None. Both are worlds over the same connections, whose ranks
+    are named in errors as this one counts them, and end with it. See [Note: groups].
+
     `moved` counts by kind the bytes that this rank must receive by the book: (n-1)/n of the whole buffer, for an all-reduce twice that.
     Collectives of one name must be begun in one order on all ranks; on CPUs those of different names need not be, but each thread must wait for its
     reductions in one order. Any thread may begin them, while `share` and what is made of it are one thread's at a time.
@@ -64,6 +69,10 @@ class World:
         self.rank, self.size = rank, size
         self.local_rank, self.local_size = 0, 1
         self.moved: dict[str, int] = dict.fromkeys(KINDS, 0)
+        self.replicas = 1
+        self.across: World | None = None
+        self._within: World | None = None
+        self._home: World | None = None  # the world that this is a part of
         self._counting = threading.Lock()
         self._closed, self._owner, self._group = False, False, None  # type: tuple[bool, bool, Any]
 
@@ -74,13 +83,21 @@ class World:
 
     @classmethod
     def current(cls, mesh: Any = None, device: str | None = None) -> World:
-        """That of a 1-D DeviceMesh, of an initialised default group, or of torchrun's environment, which initialises one; else `alone()`.
+        """That of a DeviceMesh (`rows_of`), of an initialised default group, or of torchrun's environment, which initialises one; else `alone()`.
 
-        Every call without a mesh gives the same one until it is closed. `device`: "cuda" or "cpu", what collectives will be of; unless given,
-        both where there is a GPU. ConfigError for another mesh and half an environment.
+        Every call without a mesh gives the same one until it is closed, and so do those with meshes that are alike. `device`: "cuda" or "cpu", what
+        collectives will be of; unless given, both where there is a GPU. ConfigError for meshes of other kinds and half an environment.
         """
-        if mesh is not None:
-            return _of_mesh(mesh, device)
+        return cls._of_job(device) if mesh is None else _of_mesh(mesh, device)
+
+    @classmethod
+    def beside(cls, mesh: Any, tensor: Any, device: str | None) -> tuple[World, World]:
+        """Of ranks among which parameters are divided over the 1-D mesh `tensor` already: the world of `mesh`, or of this rank alone where all ranks
+        are of `tensor`, and that of `tensor`. Both are parts of one. ConfigError as in `current`. A collective."""
+        return _of_two_meshes(mesh, tensor, device)
+
+    @classmethod
+    def _of_job(cls, device: str | None) -> World:
         distributed = sys.modules.get("torch.distributed")
         group = distributed.group.WORLD if distributed is not None and distributed.is_available() else None
         if not _default or _default[0]._closed or _default[0]._group is not group:
@@ -90,8 +107,24 @@ class World:
             _default[:] = [world]
         return _default[0]
 
-    def gather_into(self, full: torch.Tensor, own: torch.Tensor, what: str) -> Work:
-        """Starts to fill `full` [size * S] with every rank's `own` [S], same dtype and device, which may be the part of it that is this rank's."""
+    def divide(self, replicas: int) -> None:
+        """This world is of so many groups of consecutive ranks from now on. ConfigError where they would not be equal. A collective."""
+        self._divide(equal_rows(self.size, replicas))
+
+    @property
+    def within(self) -> World:
+        return self if self._within is None else self._within
+
+    @property
+    def home(self) -> World:
+        """The world that this is a part of, or this."""
+        return self if self._home is None else self._home
+
+    def gather_into(self, full: torch.Tensor, own: torch.Tensor, what: str, reducing: bool = False) -> Work:
+        """Starts to fill `full` [size * S] with every rank's `own` [S], same dtype and device, which may be the part of it that is this rank's.
+
+        `reducing`: in the order of reductions, of which it is the end.
+        """
         if full.numel() != self.size * own.numel() or full.dtype != own.dtype:
             raise ValueError(f"{what}: {own.numel()} {own.dtype} of each of {self.size} ranks is not {full.numel()} {full.dtype}")
         self._count("all_gather", full)
@@ -103,8 +136,10 @@ class World:
         if full.is_cuda:
             import torch.distributed as dist
 
-            return self._work(name, lambda: [dist.all_gather_into_tensor(full, own, group=self._gathers, async_op=True)])
-        return self._work(name, lambda: self._gather_link.gather(list(full.view(self.size, -1)), own, name))
+            group = self._reduces if reducing else self._gathers
+            return self._work(name, lambda: [dist.all_gather_into_tensor(full, own, group=group, async_op=True)])
+        link = self._sum_link if reducing else self._gather_link
+        return self._work(name, lambda: link.gather(list(full.view(self.size, -1)), own, name))
 
     def reduce_scatter(self, own: torch.Tensor, full: torch.Tensor, what: str) -> Work:
         """Starts to set `own` [S], in a dtype of its own, to the sum over ranks of this rank's part of `full` [size * S]; it may be that part.
@@ -158,17 +193,22 @@ class World:
         found = self.share(value, what)
         for rank, other in enumerate(found):
             if other != found[0]:
-                raise ConfigError(f"{what} differs between ranks: {found[0]!r} on rank 0, {other!r} on rank {rank}; give all ranks the same")
+                names = self._ranks[0], self._ranks[rank]
+                raise ConfigError(
+                    f"{what} differs between ranks: {found[0]!r} on rank {names[0]}, {other!r} on rank {names[1]}; give all ranks the same"
+                )
 
     def fail(self, error: BaseException) -> None:
         """Tells the other ranks what ends this one, and lets go of whatever they or this one wait for. Nothing is collective afterwards."""
-        if self.size > 1 and not self._closed:
+        if self._home is not None:
+            self._home.fail(error)
+        elif self.size > 1 and not self._closed:
             self._board.fail(f"{type(error).__name__}: {' '.join(str(error).split())}")
             self._cut()
 
     def close(self) -> None:
-        """Ends this rank's connections; the other ranks' collectives with it fail. More calls do nothing."""
-        if self.size > 1 and not self._closed:
+        """Ends this rank's connections; the other ranks' collectives with it fail. More calls do nothing, nor do those of a part."""
+        if self.size > 1 and not self._closed and self._home is None:
             self._closed = True
             self._board.close()
             if self._owner:
@@ -185,9 +225,9 @@ class World:
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-        self._timeout, self._group = _timeout(), dist.group.WORLD
+        self._timeout, self._group, self._ranks = _timeout(), dist.group.WORLD, ranks
         _connected[0] += 1
-        nccl = device != "cpu" and torch.cuda.is_available() and dist.is_nccl_available()
+        self._nccl = nccl = device != "cpu" and torch.cuda.is_available() and dist.is_nccl_available()
 
         def group(backend: str) -> Any:
             return dist.new_group(ranks, timeout=_patience(), backend=backend, use_local_synchronization=True)
@@ -198,18 +238,46 @@ class World:
         )  # fmt: skip
         self._links = [self._gather_link, self._sum_link, self._talk]
         store = PrefixStore(f"offload/{_start()}/{_connected[0]}/{ranks}", _get_default_store())
-        self._board = Board(store, self.rank, min(_NOTED, self._timeout / 4), self._cut)
+        self._board = Board(store, ranks[self.rank], min(_NOTED, self._timeout / 4), self._cut)
         self._spaces = Spaces(self.size)
-        hosts = self.share(os.environ.get("GROUP_RANK") or socket.gethostname(), "names of machines")
+        self._locate(self.share(os.environ.get("GROUP_RANK") or socket.gethostname(), "names of machines"))
+
+    def _locate(self, hosts: list[str]) -> None:
+        """`hosts`: every rank's machine."""
+        self._hosts = hosts
         self.local_rank, self.local_size = hosts[: self.rank].count(hosts[self.rank]), hosts.count(hosts[self.rank])
+
+    def _divide(self, rows: Sequence[Sequence[int]]) -> None:
+        """As `divide`, into these groups of as many ranks each."""
+        self.replicas, self._within, self.across = len(rows), None, None
+        if 1 < len(rows) < self.size:
+            self._within = self._part(next(row for row in rows if self.rank in row))
+            self.across = self._part(column(rows, self.rank))
+
+    def _part(self, members: Sequence[int]) -> World:
+        """Some of this world's ranks in this order. All of them make it at once."""
+        part = World(members.index(self.rank), len(members))
+        part._home, part._timeout, part._board, part._spaces = self.home, self._timeout, self._board, Spaces(part.size)
+        part._links = [link.among(members) for link in self._links]
+        part._gather_link, part._sum_link, part._talk = part._links
+        part._ranks, part._nccl = [self._ranks[member] for member in members], self._nccl
+        part._locate([self._hosts[member] for member in members])
+        if self._nccl:
+            import torch.distributed as dist
+
+            part._gathers, part._reduces = (
+                dist.new_group(part._ranks, timeout=_patience(), backend="nccl", use_local_synchronization=True) for _ in range(2)
+            )
+        return part
 
     def _cut(self) -> None:
         for link in self._links:
             link.cut()
 
     def _count(self, kind: str, buffer: torch.Tensor) -> None:
-        with self._counting:
-            self.moved[kind] += buffer.nbytes * (self.size - 1) // self.size * (2 if kind == "all_reduce" else 1)
+        home = self.home
+        with home._counting:
+            home.moved[kind] += buffer.nbytes * (self.size - 1) // self.size * (2 if kind == "all_reduce" else 1)
 
     def _work(self, name: str, start: Callable[[], Sequence[_Waitable]]) -> Work:
         self._board.at = f"the {name}"
@@ -240,25 +308,29 @@ class World:
         return [bytes(t.numpy()).decode() for t in texts]
 
     def _error(self, what: str, peer: int | None, late: bool, seconds: float) -> RankError:
-        failed = self._board.failure()
+        """`peer` as the whole world counts it; ranks are named as the job counts them."""
+        if self._home is not None:
+            return self._home._error(what, peer, late, seconds)
+        failed, own, other = self._board.failure(), self._ranks[self.rank], self._ranks[peer] if peer is not None else None
         if failed is not None:
-            text = f"rank {failed[0]} has failed: {failed[1]}; so {what} cannot be on rank {self.rank} after {seconds:.0f} s"
-        elif peer is None:
-            text = f"{what} failed on rank {self.rank} after {seconds:.0f} s"
+            text = f"rank {failed[0]} has failed: {failed[1]}; so {what} cannot be on rank {own} after {seconds:.0f} s"
+        elif other is None:
+            text = f"{what} failed on rank {own} after {seconds:.0f} s"
         elif late:
-            last = self._board.last(peer)
+            last = self._board.last(other)
             text = (
-                f"rank {peer} has not come to {what}, for which rank {self.rank} has waited {seconds:.0f} s; "
+                f"rank {other} has not come to {what}, for which rank {own} has waited {seconds:.0f} s; "
                 f"{f'it was last at {last}' if last else 'it has not told where it is'}. {TIMEOUT_VARIABLE} sets the seconds to wait"
             )
         else:
-            text = f"rank {self.rank} has lost its connection to rank {peer} in {what}, after {seconds:.0f} s: its process has ended, or the network"
+            text = f"rank {own} has lost its connection to rank {other} in {what}, after {seconds:.0f} s: its process has ended, or the network"
         error = RankError(text)
         error.told = failed is not None
         return error
 
 
 _default: list[World] = []  # that of the whole job, while it is open
+_meshes: dict[tuple[str | None, str], tuple[World, ...]] = {}  # by device and ranks
 _connected = [0]  # how many there were: the same on all ranks
 
 
@@ -286,16 +358,49 @@ def _start() -> str:
 
 
 def _of_mesh(mesh: Any, device: str | None) -> World:
-    dimensions = getattr(mesh, "ndim", None)
-    if dimensions != 1:
-        raise ConfigError(f"mesh has {dimensions} dimensions: give a DeviceMesh of one, as mesh['shard'] takes it from a larger one")
+    rows = rows_of(mesh)
+    ranks = sorted(rank for row in rows for rank in row)
+    if len(ranks) == 1:
+        return World.alone()
+
+    def divide(world: World) -> tuple[World, ...]:
+        world._divide([[ranks.index(rank) for rank in row] for row in rows])
+        return (world,)
+
+    return _made((device, str(rows)), ranks, device, divide)[0]
+
+
+def _of_two_meshes(mesh: Any, tensor: Any, device: str | None) -> tuple[World, World]:
     import torch.distributed as dist
 
-    ranks = dist.get_process_group_ranks(mesh.get_group())
-    world = World(ranks.index(dist.get_rank()), len(ranks))
-    if world.size > 1:
+    own, (others,) = dist.get_rank(), rows_of(tensor)
+    if mesh is None and len(others) < dist.get_world_size():
+        raise ConfigError(f"parameters are DTensors over ranks {others}: say which ranks divide the data, as prepare(..., mesh=mesh['dp'])")
+    rows = rows_of(mesh) if mesh is not None else [[own]]
+    ranks = beside(rows, others, own, dist.get_world_size())
+    if len(ranks) == 1:
+        return World.alone(), World.alone()
+
+    def divide(whole: World) -> tuple[World, ...]:
+        members = sorted(rank for row in rows for rank in row)
+        data = whole._part([ranks.index(rank) for rank in members])
+        data._divide([[members.index(rank) for rank in row] for row in rows])
+        return data, whole._part([ranks.index(rank) for rank in others])
+
+    data, beside_it = _made((device, f"{rows} beside {others}"), ranks, device, divide)
+    return data, beside_it
+
+
+def _made(key: tuple[str | None, str], ranks: list[int], device: str | None, divide: Callable[[World], tuple[World, ...]]) -> tuple[World, ...]:
+    """A world of these ranks of the job, or parts of it; those of the last call with this key, while they are open."""
+    import torch.distributed as dist
+
+    there = _meshes.get(key)
+    if there is None or there[0].home._closed or there[0].home._group is not dist.group.WORLD:
+        world = World(ranks.index(dist.get_rank()), len(ranks))
         world._connect(ranks, device)
-    return world
+        there = _meshes[key] = divide(world)
+    return there
 
 
 def _of_environment(device: str | None) -> World:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from offload.dist.divided import is_divided, part_of
 from offload.errors import ConfigError, OffloadError
 from offload.memory.limits import host_limits
 
@@ -287,9 +288,10 @@ _module_apply: Callable[[torch.nn.Module, Callable[..., Any], bool], torch.nn.Mo
 @functools.wraps(_module_apply)
 def _watched_apply(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> torch.nn.Module:
     """See [Note: moves]."""
-    kinds = {} if _moving.get() else {p.dtype: p.source for p in self.parameters(recurse) if isinstance(p, AtRest)}
+    kinds = {} if _moving.get() else {p.dtype: p.source for p in map(part_of, self.parameters(recurse)) if isinstance(p, AtRest)}
     if not kinds:
         return _module_apply(self, fn, recurse)
+    hooked = [(p, p._backward_hooks, p._post_accumulate_grad_hooks) for p in self.parameters(recurse) if is_divided(p)]
     token = _moving.set(True)
     try:
         with torch.no_grad():
@@ -298,6 +300,8 @@ def _watched_apply(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool 
         return _module_apply(self, fn, recurse)
     finally:
         _moving.reset(token)
+        for p, hooks, after in hooked:  # torch swaps these for others, which have none
+            p._backward_hooks, p._post_accumulate_grad_hooks = hooks, after
 
 
 torch.nn.Module._apply = _watched_apply  # type: ignore[method-assign]

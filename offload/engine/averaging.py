@@ -16,7 +16,9 @@ from offload.dist.world import World
 from offload.engine.atrest import AtRest
 from offload.engine.gradients import Gradients
 from offload.engine.record import CODES, NORM_BLOCK, Record, Unit
+from offload.engine.reduction import Reduction
 from offload.memory.stalls import RANKS
+from offload.planner.share import Share
 from offload.transfer.queue import SwapQueue, Transfer
 
 
@@ -49,9 +51,9 @@ class Averaging:
     def _prepare(self, record: Record, present: bool) -> None:
         """What rests is the gradient as it reads."""
         gradients, entry = self._gradients, self._gradients._entries[record.number]
-        if record.parameter.grad is None and present:
+        if record.grad is None and present:
             zeros = torch.zeros(record.shape, dtype=gradients.dtype, device=gradients.device.compute)
-            record.parameter.grad = AtRest(gradients.land(record, zeros))
+            record.grad = AtRest(gradients.land(record, zeros))
         elif entry.zeroed or entry.scale != 1.0:
             gradients._settle(entry)
             if entry.zeroed:
@@ -82,3 +84,12 @@ class Averaging:
                         )  # fmt: skip
             if gradients._cache is not None and shard.memory is None:
                 gradients._cache.finish(gradients._first_chunk[unit.number] + chunk)
+
+
+def share(gradients: Gradients, plan_share: Share, dtype: torch.dtype, world: World) -> Reduction:
+    """Gradients are those of several ranks from here on, and move between them in `dtype`; see [Note: reduction]."""
+    reduction = Reduction(gradients.units, plan_share, dtype, gradients.device, world, gradients._land_reduced)
+    reduction.start = lambda record: gradients._arrival(record, record.grad is not None)
+    reduction.landing = gradients._reducing
+    gradients.reduction = reduction
+    return reduction

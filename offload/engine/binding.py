@@ -20,12 +20,14 @@ class Bind(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, view: torch.Tensor, record: Record, gradients: Gradients) -> torch.Tensor:
         ctx.record, ctx.gradients = record, gradients
-        return view.view_as(view)
+        return record.whole(view.view_as(view))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return AtRest(ctx.gradients.contribution(ctx.record, grad)), None, None, None
+        record: Record = ctx.record
+        part = grad if record.divided is None else record.divided.part(grad, "the gradient")
+        return record.whole(AtRest(ctx.gradients.contribution(record, part))), None, None, None
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ def bind(entries: list[Entry], flats: dict[int, list[torch.Tensor]], gradients: 
         value = bound.get(record.number)
         if value is None:
             value = flats[record.unit][record.flat][record.offset : record.offset + record.numel].view(record.shape)
-            if grad and record.parameter.requires_grad:
-                value = Bind.apply(record.parameter, value, record, gradients)  # type: ignore[no-untyped-call]
+            trains = grad and record.parameter.requires_grad
+            value = Bind.apply(record.parameter, value, record, gradients) if trains else record.whole(value)  # type: ignore[no-untyped-call]
             bound[record.number] = value
         before.append(entry.module._parameters[entry.name])
         _put(entry, value)

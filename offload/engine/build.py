@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from offload.dist.divided import Divided, part_of
 from offload.engine.binding import let_go
 from offload.engine.record import DTYPE_NAMES, Record, Unit, flat_slices
 from offload.engine.units import Units, depths, find_units
@@ -48,14 +49,14 @@ class Found:
 
 
 def _spec(member: Member) -> ParameterSpec:
-    p = member.parameter
-    if hasattr(p, "placements"):
-        raise ConfigError(f"parameter {member.name} is a DTensor, which is not supported yet: prepare the model before it is divided, or without")
+    Divided.of(member.name, member.parameter)
+    p = part_of(member.parameter)
     if p.dtype not in DTYPE_NAMES:
         raise ConfigError(f"parameter {member.name} is {p.dtype}, which is not supported")
-    if p.requires_grad and p.dtype == torch.float64:
+    if member.parameter.requires_grad and p.dtype == torch.float64:
         raise ConfigError(f"parameter {member.name} is float64; masters are fp32: convert it before prepare(), or freeze it")
-    return ParameterSpec(member.name, p.numel(), DTYPE_NAMES[p.dtype], p.requires_grad, len(member.uses), p.shape[-1] if p.ndim > 1 else 0)
+    trained, inner = member.parameter.requires_grad, p.shape[-1] if p.ndim > 1 else 0
+    return ParameterSpec(member.name, p.numel(), DTYPE_NAMES[p.dtype], trained, len(member.uses), inner)
 
 
 def discover(model: nn.Module, units: Units) -> list[Found]:
@@ -113,10 +114,13 @@ def make_records(found: Sequence[Found], plan: Plan) -> tuple[list[Unit], list[R
         for f, flat in enumerate(layout.flats):
             for index, offset in zip(flat.parameters, flat.offsets, strict=True):
                 m = part.members[index]
-                p = m.parameter
+                p = part_of(m.parameter)
                 for module, _ in m.uses:
                     let_go(module)
-                own.append(Record(0, m.name, p.shape, p.dtype, flat.trained, number, f, offset, flat_slices(layout, f, index), p, m.uses))
+                slices, divided = flat_slices(layout, f, index), Divided.of(m.name, m.parameter)
+                own.append(
+                    Record(0, m.name, p.shape, p.dtype, flat.trained, number, f, offset, slices, m.parameter, m.uses, divided=divided)
+                )
         own.sort(key=lambda r: [m.name for m in part.members].index(r.name))
         units.append(Unit(number, part.name, layout, own, part.modules, repeated=part.repeated))
         records += own

@@ -233,7 +233,7 @@ class Early:
 
     def _stands(self, record: Record) -> bool:
         """Whether `.grad` is the parameter's gradient at rest."""
-        grad = record.parameter.grad
+        grad = record.grad
         if not isinstance(grad, AtRest) or grad.chain or not isinstance(grad.source, GradientSource):
             return False
         return grad.source.record is record and grad.source.current
@@ -285,7 +285,7 @@ class Early:
         self._background.check()
         for unit, generations in self._started.items():
             for record, generation in zip(self._trained[unit], generations, strict=True):
-                grad, now, used = record.parameter.grad, hypers.get(record.number), self._hypers[record.number]
+                grad, now, used = record.grad, hypers.get(record.number), self._hypers[record.number]
                 if grad is None:
                     self._fail(f"the gradient of {record.name} was dropped (zero_grad() or .grad = None)")
                 elif not self._stands(record) or self._gradients.generation(record) != generation:

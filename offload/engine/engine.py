@@ -17,14 +17,15 @@ from torch import nn
 from offload import _core
 from offload.config import Tiers
 from offload.dist.collectives import same
+from offload.dist.divided import part_of
 from offload.dist.world import World
 from offload.engine.activations import Activations, Pool
 from offload.engine.atrest import AtRest
-from offload.engine.averaging import Averaging
+from offload.engine.averaging import Averaging, share
 from offload.engine.background import Background
 from offload.engine.build import Found, arena_bytes, make_records, make_shards
 from offload.engine.early import Early
-from offload.engine.gradients import Gradients, check_spent, share
+from offload.engine.gradients import Gradients, check_spent
 from offload.engine.graph import expected
 from offload.engine.initialise import fill_buffers, initial_values
 from offload.engine.passing import Passing
@@ -56,11 +57,12 @@ class Engine:
 
     def __init__(
         self, model: nn.Module, found: Sequence[Found], plan: Plan, tiers: Tiers, device: Device, seed: int, updates_after: int = 0,
-        world: World | None = None,
+        world: World | None = None, beside: World | None = None,
     ) -> None:  # fmt: skip
         """`updates_after`: how many backwards a step has, in the last of which updates start; 0: they start at step(). `world`: several ranks, as
-        many as the plan is for."""
-        self.world = world
+        many as the plan is for. `beside`: those over which parameters are divided already."""
+        self.world, self.beside = world, beside
+        self.job = world if beside is None else beside.home
         self.model, self.plan, self.tiers, self.device, self.seed = model, plan, tiers, device, seed
         self.stalls = device.stalls
         self._updates_after = updates_after
@@ -113,7 +115,7 @@ class Engine:
 
     def _build(self, plan: Plan) -> None:
         compute = DTYPES[plan.compute]
-        ranks = self.world, plan.share
+        ranks = self.world.within if self.world is not None else None, plan.share
         self.resident = Resident(self.units, plan.form, DTYPES[plan.grad], self.device)
         self.background = Background(self.units, self._make_updates(DTYPES[plan.grad]), self.resident, self.stalls)
         self.state = State(self.units, plan.form, self._before_access, self.background, self._refresh, *ranks)
@@ -132,7 +134,7 @@ class Engine:
         if plan.share.divides("optimizer") and not plan.share.divides("parameter"):
             background = self.background
             self.refresh = Refresh(
-                self.units, plan.share, world, self.frames, self.stalls, lambda unit: background.wait_unit(unit, tell=False, own=True)
+                self.units, plan.share, world.within, self.frames, self.stalls, lambda unit: background.wait_unit(unit, tell=False, own=True)
             )
             self.background.others = self.refresh
 
@@ -149,13 +151,14 @@ class Engine:
             unit.initialised = not any(r.parameter.is_meta for r in unit.records)
             for record in unit.records:
                 if not record.parameter.is_meta:
-                    value = record.parameter if self.world is None else same(self.world, record.parameter, record.name)
+                    value = part_of(record.parameter)
+                    value = value if self.world is None else same(self.world, value, record.name)
                     self.state.write_value(record, value, ready=False)
                 _exchange(record, AtRest(self.values[record.number]))
         fill_buffers(self.model, self.seed)
         if self.world is not None:
             with torch.no_grad():
-                for name, shared in self.model.named_buffers():
+                for name, shared in ((name, part_of(b)) for name, b in self.model.named_buffers()):
                     shared.copy_(same(self.world, shared, name))
         if self.device.compute.type != "cpu":
             for module in self.model.modules():
@@ -183,7 +186,7 @@ class Engine:
     def _give_back(self) -> None:
         """After a failed prepare(): parameters are plain tensors again."""
         for record in self.records:
-            if isinstance(record.parameter, AtRest):
+            if isinstance(part_of(record.parameter), AtRest):
                 unit = self.units[record.unit]
                 value = self.state.read_value(record) if unit.initialised else torch.empty(record.shape, dtype=record.dtype, device="meta")
                 _exchange(record, value)
@@ -194,12 +197,12 @@ class Engine:
         if self.plan.batch is None and first is not None and torch.is_grad_enabled():
             rows = first.shape[:-1].numel() if first.is_floating_point() else first.numel()  # features are no tokens
             batch = first.shape[0], max(1, rows // max(1, first.shape[0]))
-            if self.world is not None:
-                told = self.world.share(batch, "shape of the batch")
+            if self.job is not None:
+                told = self.job.share(batch, "shape of the batch")
                 batch = max(b[0] for b in told), max(b[1] for b in told)
             made = self.plan.closed(Batch(*batch))
-            if self.world is not None:
-                self.world.agree([made.activations, made.kept], "the treatment of activations (budgets are to be the same)")
+            if self.job is not None:
+                self.job.agree([made.activations, made.kept], "the treatment of activations (budgets are to be the same)")
             if made.boundaries.nbytes:
                 self._reserve_boundaries(made.boundaries)
             self.device.keep(made.surge_bytes, made.free_bytes)
@@ -381,11 +384,21 @@ class Engine:
         """The 2-norm of all gradients as they read."""
         present = self.gradients.adopt(self.records if records is None else records)
         self.gradients.settle()
-        return math.sqrt(math.fsum(self.gradients.norm_squared(r) for r in present))
+        if self.beside is None:
+            return math.sqrt(math.fsum(self.gradients.norm_squared(r) for r in present))
+        own = [0.0, 0.0]  # of what is on all of those ranks, and of parts
+        for record in present:
+            own[record.divided is not None and record.divided.counted_once] += self.gradients.norm_squared(record)
+        told = self.beside.share(own, "sums of squares of gradients")
+        return math.sqrt(math.fsum([told[0][0], *(parts for _, parts in told)]))
 
     def not_finite(self, records: Iterable[Record]) -> Record | None:
+        """Of these, which all ranks give, one whose gradient is not finite."""
         self.gradients.settle()
-        return next((r for r in records if not math.isfinite(self.gradients.norm_squared(r))), None)
+        bad = next((r.number for r in records if not math.isfinite(self.gradients.norm_squared(r))), None)
+        if self.beside is not None:
+            bad = next((number for number in self.beside.share(bad, "what is not finite") if number is not None), None)
+        return None if bad is None else self.records[bad]
 
     # Updates
 
@@ -429,8 +442,8 @@ class Engine:
         """Rank 0's: others may have used other units."""
         return list(self.world.broadcast(order, what="order of units")) if self.world is not None else order
 
-    def moment(self, record: Record, role: str) -> AtRest:
-        return AtRest(MomentSource(record, self.state, role))
+    def moment(self, record: Record, role: str) -> torch.Tensor:
+        return record.whole(AtRest(MomentSource(record, self.state, role)))
 
     # Whole
 
@@ -443,6 +456,8 @@ class Engine:
                 for role in ("master", "exp_avg", "exp_avg_sq") if record.trained else ("value",):
                     for part in ahead(pool if self.world is None else None, self.state.pieces(record, role)):
                         whole.update((part.float() if part.dtype in CODES else part).view(torch.uint8).numpy().data)
+        if self.beside is not None:
+            whole = xxhash.xxh3_128("".join(self.beside.share(whole.hexdigest(), "digests of parts")).encode())
         return whole.hexdigest()
 
     def synchronize(self) -> None:
@@ -477,7 +492,7 @@ class Engine:
                 getattr(self, name).close()
         self.frames, self.update_frames = None, []
         for record in self.records:
-            if record.parameter.grad is not None and isinstance(record.parameter.grad, AtRest):
+            if record.parameter.grad is not None and isinstance(part_of(record.parameter.grad), AtRest):
                 record.parameter.grad = None
         for unit in self.units:
             unit.parameters, unit.gradients, unit.states = [], [], []
@@ -497,6 +512,8 @@ def check_takeable(records: Iterable[Record], units: Sequence[Unit]) -> None:
         p = record.parameter
         if p.grad is not None:
             raise ConfigError(f"parameter {record.name} has a gradient already; call prepare() before the first backward, or set .grad = None")
+        if record.divided is not None and p.is_meta:
+            raise ConfigError(f"parameter {record.name} is a DTensor on meta, which no rule initialises yet: give it its values before prepare()")
         if weakref.getweakrefs(p):
             raise ConfigError(f"parameter {record.name} is weakly referenced by something, so it cannot be prepared; drop the weak reference first")
     for unit in units:
@@ -510,7 +527,7 @@ def _exchange(record: Record, value: torch.Tensor) -> None:
     p = record.parameter
     hooks, after = p._backward_hooks, p._post_accumulate_grad_hooks
     try:
-        torch.utils.swap_tensors(p, nn.Parameter(value, requires_grad=p.requires_grad))
+        torch.utils.swap_tensors(p, nn.Parameter(record.whole(value), requires_grad=p.requires_grad))
     except RuntimeError as error:
         raise ConfigError(
             f"parameter {record.name} cannot be prepared, as something else holds it (the graph of an earlier forward, or a weak reference): {error}"

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 import torch
 
 from offload import _core
-from offload.dist.world import World
 from offload.engine.atrest import AtRest
 from offload.engine.chunk_cache import ChunkCache
 from offload.engine.graph import accumulates
@@ -35,7 +34,6 @@ from offload.engine.sources import Contribution, GradientSource
 from offload.errors import OffloadError
 from offload.memory.shard import Shard, check_process
 from offload.memory.stalls import GRADIENT
-from offload.planner.share import Share
 from offload.transfer.device import Device, Landing
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import Transfer
@@ -126,7 +124,7 @@ class Gradients:
 
     def arrived(self, record: Record) -> None:
         """After autograd accumulated into `.grad`: what is there rests here from now on."""
-        grad = record.parameter.grad
+        grad = record.grad
         if grad is None:
             return
         if isinstance(grad, AtRest) and not grad.chain:
@@ -138,25 +136,25 @@ class Gradients:
                 return
         value = grad.plain() if isinstance(grad, AtRest) else grad.detach()
         if self.reduction is not None and torch._C._current_graph_task_id() >= 0:
-            record.parameter.grad = AtRest(self._take(record, value))
+            record.grad = AtRest(self._take(record, value))
             return
-        record.parameter.grad = AtRest(self.land(record, *self._fitted(value)))
+        record.grad = AtRest(self.land(record, *self._fitted(value)))
 
     def adopt(self, records: Iterable[Record]) -> list[Record]:
         """Before an update: the trained parameters that have a gradient; those that the user put in `.grad` come to rest here. A collective."""
         if self.reduction is not None:
             self.reduction.complete()
-        present = [r for r in records if r.trained and r.parameter.grad is not None]
+        present = [r for r in records if r.trained and r.grad is not None]
         foreign = [r for r in present if not self._is_own(r)]
-        values = {r.number: r.parameter.grad.plain() for r in foreign if isinstance(r.parameter.grad, AtRest)}
+        values = {r.number: r.grad.plain() for r in foreign if isinstance(r.grad, AtRest)}
         for record in foreign:  # each is read before any lands where another may still be read
             if record.number in values:
-                record.parameter.grad = values[record.number]
+                record.grad = values[record.number]
             self.arrived(record)
         return present
 
     def _is_own(self, record: Record) -> bool:
-        grad = record.parameter.grad
+        grad = record.grad
         if not isinstance(grad, AtRest) or grad.chain or not isinstance(grad.source, GradientSource) or grad.source.record is not record:
             return False
         if not grad.source.current:
@@ -166,7 +164,7 @@ class Gradients:
     def earlier(self, record: Record) -> bool:
         """In a backward: whether the parameter has a gradient of an earlier one, to which this one adds."""
         entry, now = self._entries[record.number], torch._C._current_graph_task_id()
-        if record.parameter.grad is None:
+        if record.grad is None:
             return False
         return entry.epoch < self._epoch or (entry.task != now and entry.task not in self._nested_tasks)
 
@@ -218,8 +216,8 @@ class Gradients:
         entry = self._entries[record.number]
         entry.landing.append(transfer)
         entry.collecting = False
-        if record.parameter.grad is None:
-            record.parameter.grad = AtRest(GradientSource(record, self, entry.generation))
+        if record.grad is None:
+            record.grad = AtRest(GradientSource(record, self, entry.generation))
 
     def _land_reduced(self, unit: Unit, host: torch.Tensor, first: int, arrivals: Sequence[Arrival], factor: float) -> None:
         """Lands `host`, elements of the unit's trained flat from `first` on, times `factor`."""
@@ -537,15 +535,6 @@ def check_spent(gradients: Gradients, stepped: Iterable[Record] | None = None) -
     for record in gradients.records if stepped is None else stepped:
         if gradients._entries[record.number].spent and (stepped is not None or gradients.earlier(record)):
             gradients._check_kept(record)
-
-
-def share(gradients: Gradients, plan_share: Share, dtype: torch.dtype, world: World) -> Reduction:
-    """Gradients are those of several ranks from here on, and move between them in `dtype`; see [Note: reduction]."""
-    reduction = Reduction(gradients.units, plan_share, dtype, gradients.device, world, gradients._land_reduced)
-    reduction.start = lambda record: gradients._arrival(record, record.parameter.grad is not None)
-    reduction.landing = gradients._reducing
-    gradients.reduction = reduction
-    return reduction
 
 
 def spend(gradients: Gradients, records: Iterable[Record]) -> None:

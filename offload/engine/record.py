@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from offload.dist.divided import Divided
 from offload.memory.shard import Shard
 from offload.planner.layout import Slice, UnitLayout
 
@@ -21,7 +22,7 @@ NORM_BLOCK = 4096  # elements a sum of squares; never depends on chunks
 
 @dataclass
 class Record:
-    """One parameter: where it lies in its unit, and its own step count.
+    """One parameter, or this rank's part of one ([Note: tensor parallel]): where it lies in its unit, and its own step count.
 
     `slices` pairs a chunk's number with the slice of this parameter in it, in order.
     `written`: it has a value; one made on the meta device has none until a rule or a load gives it.
@@ -43,10 +44,25 @@ class Record:
     written: bool = False
     version: int = 0  # counts changes of the value, so that a backward over a changed one is refused
     sums: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
+    divided: Divided | None = None
 
     @property
     def numel(self) -> int:
         return self.shape.numel()
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """`.grad`, or this rank's part of it."""
+        grad = self.parameter.grad
+        return grad if grad is None or self.divided is None else self.divided.part(grad, "the gradient")
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.parameter.grad = None if value is None else self.whole(value)
+
+    def whole(self, part: torch.Tensor) -> torch.Tensor:
+        """What users see of a tensor that is as the parameter is."""
+        return part if self.divided is None else self.divided.whole(part)
 
 
 @dataclass

@@ -5,7 +5,9 @@ At the start of a backward ranks tell each other which gradients their graphs ho
 where it has none, and units in one order that all ranks know: that in which those of rank 0 were complete in the last backward. So a unit that some
 ranks do not use waits for nobody and keeps nobody waiting. What the graphs did not tell of (a backward inside of this one) is reduced at the end.
 Stages 0 and 1 sum whole gradients on every rank, 2 and 3 each rank's share. Sums are in the order of ranks and divided as they land, so where they
-are of the same dtype their bits do not depend on the stage. A gradient cannot be read between its arrival and its reduction.
+are of the same dtype their bits do not depend on the stage. Where groups of ranks hold the same ([Note: groups]), each group's sum is made first, in
+the order of its ranks, and rounded to the dtype that gradients move in; then, likewise and at every stage, the sum of these in the order of groups.
+A gradient cannot be read between its arrival and its reduction.
 Where each rank first sums several micro-batches by itself nothing is packed: see [Note: local sums].
 """
 
@@ -230,14 +232,26 @@ class Reduction:
         """The part of the sum that rests here, and its first element."""
         assert unit.layout.trained is not None
         name = f"the gradients of {unit.name}"
+        divided = self.share.divides("gradient")
         first, stop = self.share.span(unit.layout.trained, "gradient")
-        own = memory[first:stop]
         with self._device.stalls.waiting(RANKS):
-            if self.share.divides("gradient"):
-                self._world.reduce_scatter(own, memory, name).wait()
+            if self._world.across is not None:
+                self._sum_across(unit.layout.trained.share, memory, name, divided)
+            elif divided:
+                self._world.reduce_scatter(memory[first:stop], memory, name).wait()
             else:
                 self._world.all_reduce(memory, name).wait()
-        return own, first
+        return memory[first:stop], first
+
+    def _sum_across(self, numel: int, memory: torch.Tensor, name: str, divided: bool) -> None:
+        """The sum over groups of what they sum, in shares of `numel` elements; put together again unless it stays divided."""
+        within, across = self._world.within, self._world.across
+        assert across is not None
+        own = memory[numel * within.rank : numel * (within.rank + 1)]
+        within.reduce_scatter(own, memory, name).wait()
+        across.all_reduce(own, name).wait()
+        if not divided:
+            within.gather_into(memory, own, name, reducing=True).wait()
 
     # At rest
 
@@ -259,7 +273,7 @@ class Reduction:
                 blocks = slice(first // NORM_BLOCK, -(-stop // NORM_BLOCK))
                 part[blocks] = record.sums[blocks]
         with self._device.stalls.waiting(RANKS):
-            add_up(self._world, whole, "sums of squares of gradients")
+            add_up(self._world.within, whole, "sums of squares of gradients")
         for record, part in zip(records, parts, strict=True):
             record.sums.copy_(part)
 
@@ -273,7 +287,7 @@ class Reduction:
     def whole(self, record: Record, out: torch.Tensor) -> None:
         """Fills the gradient `out`, of which the part that rests here is there and zeros elsewhere. A collective."""
         if self.share.divides("gradient"):
-            assemble(self._world, out, f"the gradient of {record.name}")
+            assemble(self._world.within, out, f"the gradient of {record.name}")
 
     def close(self) -> None:
         self._reset()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from offload.dist.divided import part_of
 from offload.engine.atrest import AtRest
 from offload.engine.record import Record
 from offload.engine.sources import ValueSource
@@ -26,6 +27,13 @@ def engine_of(model: nn.Module) -> Engine:
     return owner[0]
 
 
+def refuse_divided(engine: Engine, doing: str) -> None:
+    """ConfigError where parameters are divided over ranks already, which `doing` knows nothing of."""
+    record = next((r for r in engine.records if r.divided is not None), None)
+    if record is not None:
+        raise ConfigError(f"{doing}: parameter {record.name} is a DTensor, which this does not know yet; offload.save and load do, and state_dict()")
+
+
 def check_unprepared(model: nn.Module) -> None:
     """ConfigError if any parameter of the model is at rest already."""
     for name, p in model.named_parameters():
@@ -35,6 +43,7 @@ def check_unprepared(model: nn.Module) -> None:
 
 def record_of(parameter: torch.Tensor) -> tuple[Engine, Record] | None:
     """The engine and record of a parameter at rest; None for any other tensor."""
+    parameter = part_of(parameter)
     if isinstance(parameter, AtRest) and not parameter.chain and isinstance(parameter.source, ValueSource):
         return parameter.source.engine, parameter.source.record
     return None

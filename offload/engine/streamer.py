@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 
+from offload.dist.divided import part_of, whole
 from offload.engine.activations import Activations
 from offload.engine.atrest import AtRest
 from offload.engine.binding import Entry, bind, unbind
@@ -62,7 +63,8 @@ class _Backward:
 
 @dataclass(frozen=True)
 class _Saved:
-    """A tensor saved for backward that views a parameter on the device: found again wherever the parameter then is."""
+    """A tensor saved for backward that views a parameter on the device: found again wherever the parameter then is. `spec`: of a DTensor whose part
+    does so."""
 
     record: Record
     version: int
@@ -70,6 +72,7 @@ class _Saved:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    spec: Any = None
 
 
 class _Kwargs(dict[str, Any]):
@@ -216,7 +219,11 @@ class Streamer:
 
     def _unit_under(self, tensor: torch.Tensor) -> int | None:
         """The unit whose parameters on the device the tensor views."""
-        if isinstance(tensor, AtRest) or tensor.layout != torch.strided:
+        if type(tensor) is not torch.Tensor:
+            tensor = part_of(tensor)
+            if isinstance(tensor, AtRest) or hasattr(tensor, "__tensor_flatten__"):  # the latter: of others, as what a collective has yet to fill
+                return None
+        if tensor.layout != torch.strided:
             return None
         return self.slots.unit_at(tensor.untyped_storage().data_ptr())
 
@@ -304,8 +311,9 @@ class Streamer:
             unit = self._unit_under(tensor)
             if unit is None:
                 return None, outer[0](tensor) if outer else tensor
-            record = slots.record_at(unit, tensor)
-            return _Saved(record, record.version, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())), None
+            part = part_of(tensor)
+            record, spec = slots.record_at(unit, part), tensor._spec if part is not tensor else None  # type: ignore[attr-defined]
+            return _Saved(record, record.version, part.dtype, part.size(), part.stride(), int(part.storage_offset()), spec), None
 
         def unpack(packed: Any) -> torch.Tensor:
             saved, other = packed
@@ -316,7 +324,8 @@ class Streamer:
                     f"parameter {saved.record.name}, which this backward needs, was changed since its forward (by a step or a write); "
                     "call backward before changing parameters"
                 )
-            return slots.view(saved.record, saved.dtype, saved.size, saved.stride, saved.offset)
+            part = slots.view(saved.record, saved.dtype, saved.size, saved.stride, saved.offset)
+            return part if saved.spec is None else whole(part, saved.spec)
 
         self._own_hooks[pack] = outer
         return saved_tensors_hooks(pack, unpack)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from offload.dist.divided import is_divided, part_of
 from offload.engine.atrest import AtRest
 from offload.engine.background import Hypers
 from offload.engine.engine import Engine
@@ -201,6 +202,7 @@ class Adam(torch.optim.Optimizer):
         for role in MOMENTS:
             if not _rests(values, record, role):
                 value = values[role]
+                value = value if record.divided is None else record.divided.part(value, role)
                 engine.state.write_moment(record, role, value.plain() if isinstance(value, AtRest) else value)
                 values[role] = engine.moment(record, role)
 
@@ -277,7 +279,7 @@ class Adam(torch.optim.Optimizer):
             engine, record = _home(p)
             if values:
                 _check_values(record, values)
-            mine = bool(present) and all(_rests(present, record, role) and present[role].source.current for role in MOMENTS)
+            mine = bool(present) and all(_rests(present, record, role) and _current(present[role]) for role in MOMENTS)
             loads.append((engine, record, values, mine))
         return loads
 
@@ -331,10 +333,15 @@ def _home(p: torch.Tensor) -> tuple[Engine, Record]:
 
 def _rests(values: _Values, record: Record, role: str) -> bool:
     """Whether a moment is at rest where it belongs."""
-    value = values[role]
+    value = part_of(values[role])
     if not isinstance(value, AtRest) or value.chain or not isinstance(value.source, MomentSource):
         return False
     return value.source.record is record and value.source.role == role
+
+
+def _current(value: Any) -> bool:
+    """Whether a moment at rest has given way to no other."""
+    return bool(part_of(value).source.current)  # type: ignore[attr-defined]
 
 
 def _check_values(record: Record, values: _Values) -> None:
@@ -343,9 +350,12 @@ def _check_values(record: Record, values: _Values) -> None:
             raise ConfigError(f"the optimizer state of {record.name} has no {role}")
     for role in MOMENTS:
         value = values[role]
-        if not isinstance(value, torch.Tensor) or value.shape != record.shape:
+        if not isinstance(value, torch.Tensor) or value.shape != record.parameter.shape:
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise ConfigError(f"{role} of {record.name} in the optimizer state is {shape}, the parameter {tuple(record.shape)}")
+            raise ConfigError(f"{role} of {record.name} in the optimizer state is {shape}, the parameter {tuple(record.parameter.shape)}")
+        if is_divided(value) != (record.divided is not None):
+            raise ConfigError(f"of {role} in the optimizer state and the parameter {record.name} one is a DTensor: give both as such, or neither")
+        value = part_of(value)
         if isinstance(value, AtRest) and isinstance(value.source, MomentSource) and not value.source.current:
             raise ConfigError(
                 f"the {role} of {value.source.record.name} that this state has gave way to that of another optimizer, or to one loaded since: "

@@ -18,11 +18,29 @@ _FROM_STAGE = {"optimizer": 1, "gradient": 2, "parameter": 3}
 
 @dataclass(frozen=True)
 class Share:
-    """Rank `rank` of `ranks` under a stage."""
+    """Rank `rank` of `ranks` under a stage, in each of `replicas` groups that have the same."""
 
     ranks: int = 1
     rank: int = 0
     stage: int = 3
+    replicas: int = 1
+
+    @classmethod
+    def of(cls, size: int, rank: int, stage: int, replicas: int = 1) -> Share:
+        """That of rank `rank` of `size` in all, in rows of equal length. A group of one rank divides nothing, which is stage 0."""
+        if size == 1:
+            return ALONE
+        if replicas == size:
+            return cls(size, rank, 0)
+        return cls(size // replicas, rank % (size // replicas), stage, replicas)
+
+    @property
+    def text(self) -> str:
+        """As messages tell of it."""
+        if self.ranks == 1:
+            return "one rank"
+        groups = f" in each of {self.replicas} groups" if self.replicas > 1 else ""
+        return f"rank {self.rank} of {self.ranks}{groups} at stage {self.stage}"
 
     def divides(self, role: str) -> bool:
         """Whether each rank keeps its share alone of a role ("parameter", "gradient", "optimizer")."""

@@ -24,7 +24,7 @@ from offload.errors import CheckpointError, ConfigError
 _NAME = re.compile(r"step-([0-9]{8,})")
 _MAY_DIFFER = {
     "model": {"path"}, "data": {"source", "eval_sequences"}, "optimizer": set(), "precision": {"master"},
-    "train": {"steps", "device", "stage", "activations", "updates"},
+    "train": {"steps", "device", "stage", "replicate", "activations", "updates"},
 }  # fmt: skip  # of a resumed run; so may all of [tiers] and [checkpoint]. Where a model or texts lie is no part of what they are.
 _OF_A_STEP = ("batch_size", "accumulate")  # with the number of ranks; their product stays
 _KEYS = {"step", "run", "scaler", "random", "eval_loss_first", "moved_bytes"}

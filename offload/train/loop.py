@@ -418,6 +418,7 @@ class Trainer:
         return {
             "ranks": world.size,
             "stage": self._config.train.stage,
+            "replicate": world.replicas,
             "peak_bytes": {tier: max(peaks[tier] for peaks, _ in shared) for tier in counters["peak_bytes"]},
             "state_bytes_per_rank": [held for _, held in shared],
         }
@@ -496,6 +497,7 @@ def train(
         world = World.current(device="cuda" if compute_device(config.train.device) == "cuda" else "cpu")
         closing.callback(world.close)
         try:
+            world.divide(config.train.replicate)
             return _run(config, out, resume, stopped, world, closing)
         except BaseException as error:
             failing(error)

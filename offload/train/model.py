@@ -119,6 +119,7 @@ def plan(model_config: Any, config: RunConfig, device: str, in_chunks: bool, *, 
         ranks=ranks,
         rank=rank,
         stage=config.train.stage,
+        replicate=config.train.replicate,
         keep_gradients=not passes(config, ranks),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -70,6 +71,17 @@ def ids(step: int, micro: int, rank: int) -> torch.Tensor:
     return torch.randint(0, 211, (2, 12), generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
 
 
+@cache
+def mesh_of(shape: tuple[int, ...]) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _uses_side(use: str, rank: int) -> bool:
+    return {"side": rank == 0, "side in a group": rank < 2}.get(use, True)
+
+
 def _hash(tensors: Any) -> str:
     whole = hashlib.blake2b(digest_size=12)
     for name, value in tensors:
@@ -82,12 +94,13 @@ def _hash(tensors: Any) -> str:
 def train(
     stage: int = 3, place: str | None = "host", device: str = "cpu", precision: tuple[str, ...] = FP32, clip: float | None = None,
     accumulate: int = 1, use: str = "all", frozen: bool = False, steps: int = 3, tiers: tuple[str, str] = ("8MiB", "16MiB"),
-    activations: str = "auto", meta: bool = False, by_torch: bool = False,
+    activations: str = "auto", meta: bool = False, by_torch: bool = False, ranks: int = RANKS, mesh: tuple[int, int] | None = None,
     no_sync: str = "no",
 ) -> dict[str, Any]:  # fmt: skip
     """What training came to on this rank. One rank does the micro-batches of all of them, one after another.
 
-    `no_sync`: "but last" or "all", the micro-batches that each rank sums by itself. `use`: "all", or "extra" or "side", which rank 0 alone then uses.
+    `no_sync`: "but last" or "all", the micro-batches that each rank sums by itself. `use`: "all"; "extra" or "side", which rank 0 alone then uses; or
+    "side in a group", that of ranks 0 and 1.
     """
     world = World.current()
     torch.manual_seed(1)
@@ -95,7 +108,7 @@ def train(
     if meta:
         with torch.device("meta"):
             model = Net()
-    everywhere = [(r, m) for m in range(accumulate) for r in range(RANKS)]
+    everywhere = [(r, m) for m in range(accumulate) for r in range(ranks)]
     mine = [(world.rank, m) for m in range(accumulate)] if world.size > 1 else everywhere
     losses, norms = [], []
     with tempfile.TemporaryDirectory() as swap:
@@ -108,6 +121,7 @@ def train(
             accumulate=len(mine),
             stage=stage,
             activations=activations,
+            mesh=mesh_of(tuple(mesh)) if mesh is not None else None,
         )
         runtime = offload.runtime(model)
         optimizer = offload.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
@@ -120,7 +134,7 @@ def train(
         for step in range(steps):
             total = 0.0
             for rank, micro in mine:
-                loss = model(ids(step, micro, rank), extra=use != "extra" or rank == 0, side=use != "side" or rank == 0)
+                loss = model(ids(step, micro, rank), extra=use != "extra" or rank == 0, side=_uses_side(use, rank))
                 apart = no_sync == "all" or (no_sync == "but last" and (rank, micro) != mine[-1])
                 with runtime.no_sync() if apart else nullcontext():
                     (loss / len(mine)).backward()

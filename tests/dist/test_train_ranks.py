@@ -93,6 +93,18 @@ def close(a: Any, b: Any) -> bool:
     return bool(a == pytest.approx(b, rel=1e-4))
 
 
+def test_groups_of_ranks_train_as_one_rank_does_and_go_on_without_groups(alone: dict[str, Any], tmp_path: Path) -> None:
+    run = write(tmp_path, batch_size=1, stage=2, more="[checkpoint]\nevery = 2")
+    summary, _ = on(4, run, "--out", "out", "--set", "train.replicate=2", "train.steps=2")
+    assert (summary["ranks"], summary["replicate"]) == (4, 2) and summary["state_bytes_per_rank"][:2] == summary["state_bytes_per_rank"][2:]
+    whole, _ = on(2, write(tmp_path, batch_size=2, stage=3, more="[checkpoint]\nevery = 2"), "--resume", "out")
+    assert whole["losses"][:2] == summary["losses"] and whole["replicate"] == 1
+    for key in ("losses", "eval_loss_first", "eval_loss_last"):
+        assert close(whole[key], alone[key]), key
+    _, err = on(2, run, "--out", "other", "--set", "train.replicate=3", code=1)
+    assert "2 ranks cannot be 3 equal groups" in err, err
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_two_ranks_train_as_one_does_on_the_same_sequences(alone: dict[str, Any], tmp_path: Path, stage: int) -> None:
     summary, _ = on(2, write(tmp_path, stage=stage), "--out", "out")

@@ -105,11 +105,12 @@ def test_of_a_mesh_and_of_a_group_that_is_there() -> None:
         rank = dist.get_rank()
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         try:
-            World.current(mesh)
-            raise SystemExit("two dimensions were taken")
+            World.current(init_device_mesh("cpu", (1, 2, 2)))
+            raise SystemExit("three dimensions were taken")
         except ConfigError as error:
             assert "mesh['shard']" in str(error)
         world = World.current(mesh["shard"])
+        assert World.current(mesh["shard"]) is world and world.within is world and world.across is None
         assert (world.rank, world.size) == (rank % 2, 2)
         x = torch.tensor([float(rank)])
         world.all_reduce(x, "x").wait()
