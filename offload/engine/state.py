@@ -24,6 +24,15 @@ Piece = Callable[[], torch.Tensor]
 READERS = 2  # pieces that are read at once
 
 
+class Source(NamedTuple):
+    """`numel` values, flat: `fill(first, out)` puts those from `first` on in `out`, as many as it has, in any thread, while nothing is updated or
+    written; `there(first, n)` gives `n` of them where they rest in memory just so, else None."""
+
+    numel: int
+    fill: Callable[[int, torch.Tensor], object]
+    there: Callable[[int, int], torch.Tensor | None] = lambda first, n: None
+
+
 def ahead(pool: Executor | None, pieces: Iterable[Piece]) -> Iterator[torch.Tensor]:
     """What pieces read, in order, the next ones while one is used. `pool` has READERS threads; None: each is read when its turn comes, in this
     thread, as where ranks read together."""
@@ -265,12 +274,41 @@ class State:
         """The arrays that moments are stored in."""
         return [part for part in self.form.parts if part.role.startswith(MOMENTS)]
 
-    def stored_pieces(self, record: Record, role: str) -> Iterator[Piece]:
-        """A part of the state as it is stored, in order, at most a chunk at a time; as `pieces`."""
+    def sources(self, record: Record, role: str, stored: bool) -> Iterator[Source]:
+        """The values of a role in order, as `pieces` has them; `stored`: those of a part of the state as it is stored. For one rank alone."""
         self._before(record, True)
-        part = self.form.part(role)
+        if role == "value":
+            for _, piece in record.slices:
+                yield Source(piece.stop - piece.start, partial(self._fill_value, record, piece.start))
+            return
+        part = self.form.part(role) if stored or self.form.master == "fp32" else None
         for where in self._stretches(record):
-            yield partial(self._stored, record, part, where)
+            if part is not None:
+                yield Source(part.numel(where.numel), partial(self._fill_part, record, part, where), partial(self._there, record, part, where))
+            else:
+                yield Source(where.numel, partial(self._fill_master, record, where))
+
+    def _fill_value(self, record: Record, start: int, first: int, out: torch.Tensor) -> None:
+        shard, begin, dtype = self.parameter_shard(record)
+        shard.read(begin + (start + first) * dtype.itemsize, out, threads=1)
+
+    def _fill_part(self, record: Record, part: Part, where: _Stretch, first: int, out: torch.Tensor) -> None:
+        shard, begin = self._part(record, part.role, where)
+        shard.read(begin + first * out.itemsize, out, threads=1)
+
+    def _there(self, record: Record, part: Part, where: _Stretch, first: int, n: int) -> torch.Tensor | None:
+        shard, begin = self._part(record, part.role, where)
+        dtype = DTYPES[part.dtype]
+        return shard.values(begin + first * dtype.itemsize, n, dtype) if shard.memory is not None else None
+
+    def _fill_master(self, record: Record, where: _Stretch, first: int, out: torch.Tensor) -> None:
+        if self.form.master == "own":
+            self._fill_value(record, where.first, first, out)
+            return
+        (high, above, dtype), (low, below) = self.parameter_shard(record), self._part(record, "low", where)
+        n, start = out.numel(), where.first + first
+        halves = high.values(above + start * dtype.itemsize, n, dtype), low.values(below + first * 2, n, torch.int16)
+        ops.join_(out, *halves, threads=1)
 
     def _stored(self, record: Record, part: Part, where: _Stretch) -> torch.Tensor:
         """A part of the state as it is stored: a view of what rests in memory, where ranks do not divide it."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from offload import _core
 from offload.errors import OffloadError
 from offload.memory.stalls import NVME_READ, NVME_WRITE, Stalls
 from offload.memory.swap import Extent, SwapSpace
@@ -83,16 +84,27 @@ class Shard:
         with self.space.stalls.waiting(NVME_WRITE):
             return _Moving(self.space.write(self.extent, start, data.data_ptr(), data.numel(), keep=data), self.space.stalls, NVME_WRITE)
 
-    def read(self, start: int, out: torch.Tensor) -> None:
-        """Fills `out` (any dtype, contiguous, CPU) with the bytes from `start` on."""
+    def read(self, start: int, out: torch.Tensor, threads: int | None = None) -> None:
+        """Fills `out` (any dtype, contiguous, CPU) with the bytes from `start` on. `threads`: of a copy from memory; None: as torch copies."""
         raw = out.view(-1).view(torch.uint8)
         if not raw.numel():
             return
         check_process(self.owner)
-        if self.memory is not None:
-            raw.copy_(self.memory[start : start + raw.numel()])
-        else:
+        if self.memory is None:
             self.read_async(start, raw).wait()
+        elif threads is not None:
+            _core.copy(raw.data_ptr(), self.memory[start : start + raw.numel()].data_ptr(), raw.numel(), threads)
+        else:
+            raw.copy_(self.memory[start : start + raw.numel()])
+
+    def values(self, start: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+        """`n` values from byte `start` on, only to be read: where they rest in memory, they are not copied."""
+        if self.memory is not None:
+            check_process(self.owner)
+            return self.memory[start : start + n * dtype.itemsize].view(dtype)
+        out = torch.empty(n, dtype=dtype)
+        self.read(start, out)
+        return out
 
     def write(self, start: int, data: torch.Tensor) -> None:
         """Puts the bytes of `data` (any dtype, contiguous, CPU) at `start`."""
