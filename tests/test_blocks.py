@@ -149,7 +149,7 @@ def test_no_block_is_begun_after_one_that_failed(tmp_path: Path, monkeypatch: py
 
 
 def test_a_part_that_cannot_be_made(tmp_path: Path, direct: None) -> None:
-    def fail(at: int, out: memoryview) -> None:
+    def fail(at: int, out: memoryview) -> Callable[[], object]:
         raise ZeroDivisionError
 
     def late() -> Iterator[blocks.Part]:

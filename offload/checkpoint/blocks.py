@@ -10,37 +10,39 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
 from offload.checkpoint import disk
 
-PAGE = 4096
-READERS = 2  # blocks that are filled at once
-WRITERS = 3  # and that are with the drive
-COUNT = READERS + WRITERS + 1  # blocks: one more is hashed
+PAGE, HUGE_PAGE = 4096, 2 << 20
+READERS = 2  # threads that finish blocks
+AHEAD = 4  # blocks that are being filled
+WRITERS = 4  # and that are with the drive
+COUNT = AHEAD + WRITERS + 1  # blocks: one more is hashed
 LEAST, MOST = 1 << 18, 1 << 22  # bytes of a block
+OWN = 1 << 20  # bytes from which on what lies in memory is worth blocks of its own
 FILE_LEAST = 1 << 26  # bytes from which on a file is worth it
 
 
 class Part(NamedTuple):
-    """`nbytes` of a file: `fill(at, out)` puts those from its byte `at` on in `out`, as many as there is room for, in any thread and any order.
-    `there(at, nbytes)` gives so many where they lie in memory already, and stay until the file is written; else None.
+    """`nbytes` of a file: `fill(at, out)` begins to put those from its byte `at` on in `out`, as many as there is room for; they are there once what
+    it gives was called, in any thread. `there(at, nbytes)`: so many where they lie in memory already, until the file is written; else None.
 
     Parts are cut at pages of the file, so within one that lies aligned to its elements these are never cut.
     """
 
     nbytes: int
-    fill: Callable[[int, memoryview], None]
+    fill: Callable[[int, memoryview], Callable[[], object]]
     there: Callable[[int, int], memoryview | None] = lambda at, nbytes: None
 
     def read(self) -> memoryview:
         """All of it."""
         out = memoryview(bytearray(self.nbytes))
         if self.nbytes:
-            self.fill(0, out)
+            self.fill(0, out)()
         return out
 
 
@@ -48,8 +50,9 @@ def given(data: bytes | memoryview) -> Part:
     """A part that is there already."""
     whole = memoryview(data).cast("B")
 
-    def fill(at: int, out: memoryview) -> None:
+    def fill(at: int, out: memoryview) -> Callable[[], object]:
         out[:] = whole[at : at + out.nbytes]
+        return lambda: None
 
     return Part(whole.nbytes, fill)
 
@@ -78,12 +81,12 @@ def write_blocks(file: FileIO, parts: Iterable[Part], block: int) -> tuple[int, 
 
 
 def _blocks(parts: Iterable[Part], block: int) -> Iterator[list[_Cut]]:
-    """For each block of a file what it is filled with. One that is whole pages ends before a part of many, which then has blocks of its own."""
+    """For each block of a file what it is filled with. What lies in memory on pages, as the drive wants it, has blocks of its own."""
     cuts: list[_Cut] = []
     filled = 0
     for part in parts:
         at = 0
-        if cuts and filled % PAGE == 0 and part.nbytes >= min(LEAST, block):
+        if cuts and filled % PAGE == 0 and part.nbytes >= min(OWN, block) and _there(part, at, part.nbytes) is not None:
             yield cuts
             cuts, filled = [], 0
         while at < part.nbytes:
@@ -97,12 +100,28 @@ def _blocks(parts: Iterable[Part], block: int) -> Iterator[list[_Cut]]:
         yield cuts
 
 
+def _there(part: Part, at: int, nbytes: int) -> memoryview | None:
+    found = part.there(at, nbytes)
+    return found if found is not None and np.frombuffer(found, np.uint8).ctypes.data % PAGE == 0 else None
+
+
+def _memory(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """On huge pages, if it is that large: a drive takes in one request as many stretches of memory as it takes, which pages are else."""
+    slack = HUGE_PAGE if nbytes >= HUGE_PAGE else 0  # address space alone
+    memory = mmap.mmap(-1, nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if slack:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % slack if slack else 0
+    return whole[start : start + nbytes]
+
+
 class _Blocks:
     """A ring of blocks. What one thread of many has failed at ends it with the next block: what is under way is waited for, and no more begun."""
 
     def __init__(self, file: FileIO, block: int, reading: ThreadPoolExecutor, writing: ThreadPoolExecutor) -> None:
         self._file, self._block, self._reading, self._writing = file, block, reading, writing
-        self._memory = np.frombuffer(mmap.mmap(-1, COUNT * block), np.uint8).reshape(COUNT, block)  # on pages, as direct writes want it
+        self._memory = _memory(COUNT * block).reshape(COUNT, block)
         self._filling: deque[_Begun] = deque()
         self._with_drive: deque[Future[None]] = deque()
         self._hash, self._sent = xxhash.xxh3_128(), 0
@@ -110,7 +129,7 @@ class _Blocks:
     def take(self, parts: Iterable[Part]) -> tuple[int, str]:
         try:
             for number, cuts in enumerate(_blocks(parts, self._block)):
-                while len(self._filling) > READERS or len(self._filling) + len(self._with_drive) == COUNT - 1:
+                while len(self._filling) == AHEAD or len(self._filling) + len(self._with_drive) == COUNT - 1:
                     self._go_on()
                 self._filling.append(self._begun(self._memory[number % COUNT].data, cuts))
             while self._filling or self._with_drive:
@@ -123,13 +142,13 @@ class _Blocks:
         return self._sent, self._hash.hexdigest()
 
     def _begun(self, memory: memoryview, cuts: list[_Cut]) -> _Begun:
-        """What lies in memory on pages, as the drive wants it, is written from there."""
+        """A block of what lies in memory, which is written from there, or one that is being filled."""
         nbytes = cuts[-1].to + cuts[-1].nbytes
-        if len(cuts) == 1 and nbytes % PAGE == 0:
-            there = cuts[0].part.there(cuts[0].at, nbytes)
-            if there is not None and np.frombuffer(there, np.uint8).ctypes.data % PAGE == 0:
-                return there, nbytes, None
-        return memory, nbytes, self._reading.submit(_fill, memory, cuts)
+        there = _there(cuts[0].part, cuts[0].at, nbytes) if len(cuts) == 1 and nbytes % PAGE == 0 else None
+        if there is not None:
+            return there, nbytes, None
+        filling = [part.fill(at, memory[to : to + n]) for part, at, to, n in cuts]
+        return memory, nbytes, self._reading.submit(_finish, filling)
 
     def _go_on(self) -> None:
         """Waits for what the drive has, where it has enough; else the oldest block that is being filled goes to it, and is hashed meanwhile."""
@@ -153,6 +172,6 @@ class _Blocks:
         disk.write_behind(self._file.fileno(), at, at + data.nbytes)
 
 
-def _fill(memory: memoryview, cuts: list[_Cut]) -> None:
-    for part, at, to, nbytes in cuts:
-        part.fill(at, memory[to : to + nbytes])
+def _finish(filling: list[Callable[[], object]]) -> None:
+    for finish in filling:
+        finish()

@@ -25,11 +25,11 @@ READERS = 2  # pieces that are read at once
 
 
 class Source(NamedTuple):
-    """`numel` values, flat: `fill(first, out)` puts those from `first` on in `out`, as many as it has, in any thread, while nothing is updated or
-    written; `there(first, n)` gives `n` of them where they rest in memory just so, else None."""
+    """`numel` values, flat: `fill(first, out)` begins to put those from `first` on in `out`, as many as it has; they are there once what it gives was
+    called, in any thread, while nothing is updated or written. `there(first, n)`: `n` of them where they rest in memory just so, else None."""
 
     numel: int
-    fill: Callable[[int, torch.Tensor], object]
+    fill: Callable[[int, torch.Tensor], Callable[[], object]]
     there: Callable[[int, int], torch.Tensor | None] = lambda first, n: None
 
 
@@ -288,27 +288,37 @@ class State:
             else:
                 yield Source(where.numel, partial(self._fill_master, record, where))
 
-    def _fill_value(self, record: Record, start: int, first: int, out: torch.Tensor) -> None:
+    def _fill_value(self, record: Record, start: int, first: int, out: torch.Tensor) -> Callable[[], object]:
         shard, begin, dtype = self.parameter_shard(record)
-        shard.read(begin + (start + first) * dtype.itemsize, out, threads=1)
+        return shard.begin_read(begin + (start + first) * dtype.itemsize, out)
 
-    def _fill_part(self, record: Record, part: Part, where: _Stretch, first: int, out: torch.Tensor) -> None:
+    def _fill_part(self, record: Record, part: Part, where: _Stretch, first: int, out: torch.Tensor) -> Callable[[], object]:
         shard, begin = self._part(record, part.role, where)
-        shard.read(begin + first * out.itemsize, out, threads=1)
+        return shard.begin_read(begin + first * out.itemsize, out)
 
     def _there(self, record: Record, part: Part, where: _Stretch, first: int, n: int) -> torch.Tensor | None:
         shard, begin = self._part(record, part.role, where)
         dtype = DTYPES[part.dtype]
-        return shard.values(begin + first * dtype.itemsize, n, dtype) if shard.memory is not None else None
+        return shard.there(begin + first * dtype.itemsize, n, dtype)
 
-    def _fill_master(self, record: Record, where: _Stretch, first: int, out: torch.Tensor) -> None:
+    def _fill_master(self, record: Record, where: _Stretch, first: int, out: torch.Tensor) -> Callable[[], object]:
         if self.form.master == "own":
-            self._fill_value(record, where.first, first, out)
-            return
+            return self._fill_value(record, where.first, first, out)
         (high, above, dtype), (low, below) = self.parameter_shard(record), self._part(record, "low", where)
-        n, start = out.numel(), where.first + first
-        halves = high.values(above + start * dtype.itemsize, n, dtype), low.values(below + first * 2, n, torch.int16)
-        ops.join_(out, *halves, threads=1)
+        reads, halves = [], []
+        for shard, start, kind in ((high, above + (where.first + first) * 2, dtype), (low, below + first * 2, torch.int16)):
+            half = shard.there(start, out.numel(), kind)
+            if half is None:
+                half = torch.empty(out.numel(), dtype=kind)
+                reads.append(shard.begin_read(start, half))
+            halves.append(half)
+
+        def finish() -> None:
+            for read in reads:
+                read()
+            ops.join_(out, *halves, threads=1)
+
+        return finish
 
     def _stored(self, record: Record, part: Part, where: _Stretch) -> torch.Tensor:
         """A part of the state as it is stored: a view of what rests in memory, where ranks do not divide it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -84,27 +85,32 @@ class Shard:
         with self.space.stalls.waiting(NVME_WRITE):
             return _Moving(self.space.write(self.extent, start, data.data_ptr(), data.numel(), keep=data), self.space.stalls, NVME_WRITE)
 
-    def read(self, start: int, out: torch.Tensor, threads: int | None = None) -> None:
-        """Fills `out` (any dtype, contiguous, CPU) with the bytes from `start` on. `threads`: of a copy from memory; None: as torch copies."""
+    def read(self, start: int, out: torch.Tensor) -> None:
+        """Fills `out` (any dtype, contiguous, CPU) with the bytes from `start` on."""
         raw = out.view(-1).view(torch.uint8)
         if not raw.numel():
             return
         check_process(self.owner)
-        if self.memory is None:
-            self.read_async(start, raw).wait()
-        elif threads is not None:
-            _core.copy(raw.data_ptr(), self.memory[start : start + raw.numel()].data_ptr(), raw.numel(), threads)
-        else:
-            raw.copy_(self.memory[start : start + raw.numel()])
-
-    def values(self, start: int, n: int, dtype: torch.dtype) -> torch.Tensor:
-        """`n` values from byte `start` on, only to be read: where they rest in memory, they are not copied."""
         if self.memory is not None:
-            check_process(self.owner)
-            return self.memory[start : start + n * dtype.itemsize].view(dtype)
-        out = torch.empty(n, dtype=dtype)
-        self.read(start, out)
-        return out
+            raw.copy_(self.memory[start : start + raw.numel()])
+        else:
+            self.read_async(start, raw).wait()
+
+    def begin_read(self, start: int, out: torch.Tensor) -> Callable[[], None]:
+        """As `read`, in this thread alone: what rests in memory is copied, the rest is there once the value was called."""
+        raw = out.view(-1).view(torch.uint8)
+        check_process(self.owner)
+        if self.memory is None:
+            return self.read_async(start, raw).wait
+        _core.copy(raw.data_ptr(), self.memory[start : start + raw.numel()].data_ptr(), raw.numel(), 1)
+        return lambda: None
+
+    def there(self, start: int, n: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """`n` values from byte `start` on, only to be read, where they rest in memory."""
+        if self.memory is None:
+            return None
+        check_process(self.owner)
+        return self.memory[start : start + n * dtype.itemsize].view(dtype)
 
     def write(self, start: int, data: torch.Tensor) -> None:
         """Puts the bytes of `data` (any dtype, contiguous, CPU) at `start`."""
