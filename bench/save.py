@@ -2,7 +2,7 @@
 
     .venv/bin/python bench/save.py [--layers 32] [--rounds 7] [--where DIR] [--only nvme] [--json] [--out bench/results/save.json]
 
-A model of bare 2048 x 2048 layers with random masters and moments is saved in two ways: "new", to a new file, as `offload.save` does, and "run", as a
+A model of bare 2048 x 2048 layers with random masters and moments is saved in two ways: "new", to a new directory by `offload.save`, and "run", as a
 run that keeps two checkpoints does from its third save on, over the file of the one that was deleted last. They take turns with probes of the drive:
 reads, writes and both at once by a swap file, over what was written before; and plain programs that write as many bytes to a new file past the page
 cache and synchronise it, 8 MiB at a time, or 4 MiB by four threads into space that was reserved.
@@ -120,6 +120,8 @@ def row(name: str, given: argparse.Namespace, where: Path, probe: measure.SwapPr
     gc.collect()
 
     def timed(save: Callable[[], None]) -> float:
+        if save is new:
+            shutil.rmtree(target)
         forget_peak()
         start = time.perf_counter()
         save()

@@ -149,7 +149,7 @@ def test_no_block_is_begun_after_one_that_failed(tmp_path: Path, monkeypatch: py
 
 
 def test_a_part_that_cannot_be_made(tmp_path: Path, direct: None) -> None:
-    def fail(at: int, out: memoryview) -> Callable[[], object]:
+    def fail(at: int, out: memoryview, beside: memoryview) -> Callable[[], object]:
         raise ZeroDivisionError
 
     def late() -> Iterator[blocks.Part]:
@@ -166,4 +166,4 @@ def test_a_part_that_cannot_be_made(tmp_path: Path, direct: None) -> None:
 def test_blocks_keep_within_their_room() -> None:
     for room in (0, 1 << 20, 10 << 20, 1 << 30):
         block = blocks.block_bytes(room)
-        assert block % blocks.PAGE == 0 and (block * blocks.COUNT <= max(room // 2, blocks.COUNT * blocks.LEAST))
+        assert block % blocks.PAGE == 0 and (2 * block * blocks.COUNT <= max(room, 2 * blocks.COUNT * blocks.LEAST))

@@ -20,7 +20,7 @@ from offload.checkpoint import disk
 PAGE, HUGE_PAGE = 4096, 2 << 20
 READERS = 2  # threads that finish blocks
 AHEAD = 4  # blocks that are being filled
-WRITERS = 4  # and that are with the drive
+WRITERS = 3  # and that are with the drive
 COUNT = AHEAD + WRITERS + 1  # blocks: one more is hashed
 LEAST, MOST = 1 << 18, 1 << 22  # bytes of a block
 OWN = 1 << 20  # bytes from which on what lies in memory is worth blocks of its own
@@ -28,21 +28,22 @@ FILE_LEAST = 1 << 26  # bytes from which on a file is worth it
 
 
 class Part(NamedTuple):
-    """`nbytes` of a file: `fill(at, out)` begins to put those from its byte `at` on in `out`, as many as there is room for; they are there once what
-    it gives was called, in any thread. `there(at, nbytes)`: so many where they lie in memory already, until the file is written; else None.
+    """`nbytes` of a file: `fill(at, out, beside)` begins to put those from its byte `at` on in `out`, as many as there is room for, and may use as
+    much memory `beside`; they are there once what it gives was called, in any thread. `there(at, nbytes)`: so many where they lie in memory already,
+    until the file is written; else None.
 
     Parts are cut at pages of the file, so within one that lies aligned to its elements these are never cut.
     """
 
     nbytes: int
-    fill: Callable[[int, memoryview], Callable[[], object]]
+    fill: Callable[[int, memoryview, memoryview], Callable[[], object]]
     there: Callable[[int, int], memoryview | None] = lambda at, nbytes: None
 
     def read(self) -> memoryview:
         """All of it."""
         out = memoryview(bytearray(self.nbytes))
         if self.nbytes:
-            self.fill(0, out)()
+            self.fill(0, out, memoryview(bytearray(self.nbytes)))()
         return out
 
 
@@ -50,7 +51,7 @@ def given(data: bytes | memoryview) -> Part:
     """A part that is there already."""
     whole = memoryview(data).cast("B")
 
-    def fill(at: int, out: memoryview) -> Callable[[], object]:
+    def fill(at: int, out: memoryview, beside: memoryview) -> Callable[[], object]:
         out[:] = whole[at : at + out.nbytes]
         return lambda: None
 
@@ -70,7 +71,7 @@ _Begun = tuple[memoryview, int, Future[None] | None]  # a block's memory, its by
 
 
 def block_bytes(room: int) -> int:
-    """The size of blocks of which all together take at most half of `room` bytes, where that is enough."""
+    """The size of blocks of which all together, with as much beside them, take at most `room` bytes, where that is enough."""
     return max(LEAST, min(MOST, room // (2 * COUNT) // PAGE * PAGE))
 
 
@@ -121,7 +122,7 @@ class _Blocks:
 
     def __init__(self, file: FileIO, block: int, reading: ThreadPoolExecutor, writing: ThreadPoolExecutor) -> None:
         self._file, self._block, self._reading, self._writing = file, block, reading, writing
-        self._memory = _memory(COUNT * block).reshape(COUNT, block)
+        self._memory, self._beside = _memory(2 * COUNT * block).reshape(2, COUNT, block)
         self._filling: deque[_Begun] = deque()
         self._with_drive: deque[Future[None]] = deque()
         self._hash, self._sent = xxhash.xxh3_128(), 0
@@ -131,7 +132,7 @@ class _Blocks:
             for number, cuts in enumerate(_blocks(parts, self._block)):
                 while len(self._filling) == AHEAD or len(self._filling) + len(self._with_drive) == COUNT - 1:
                     self._go_on()
-                self._filling.append(self._begun(self._memory[number % COUNT].data, cuts))
+                self._filling.append(self._begun(self._memory[number % COUNT].data, self._beside[number % COUNT].data, cuts))
             while self._filling or self._with_drive:
                 self._go_on()
         except BaseException:
@@ -141,13 +142,13 @@ class _Blocks:
         self._file.truncate(self._sent)  # of the last page
         return self._sent, self._hash.hexdigest()
 
-    def _begun(self, memory: memoryview, cuts: list[_Cut]) -> _Begun:
+    def _begun(self, memory: memoryview, beside: memoryview, cuts: list[_Cut]) -> _Begun:
         """A block of what lies in memory, which is written from there, or one that is being filled."""
         nbytes = cuts[-1].to + cuts[-1].nbytes
         there = _there(cuts[0].part, cuts[0].at, nbytes) if len(cuts) == 1 and nbytes % PAGE == 0 else None
         if there is not None:
             return there, nbytes, None
-        filling = [part.fill(at, memory[to : to + n]) for part, at, to, n in cuts]
+        filling = [part.fill(at, memory[to : to + n], beside[to : to + n]) for part, at, to, n in cuts]
         return memory, nbytes, self._reading.submit(_finish, filling)
 
     def _go_on(self) -> None:

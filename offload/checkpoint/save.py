@@ -50,8 +50,8 @@ class Held(NamedTuple):
             yield Part(source.numel * size, partial(_fill, source, self.dtype), partial(_there, source, size))
 
 
-def _fill(source: Source, dtype: torch.dtype, at: int, out: memoryview) -> Callable[[], object]:
-    return source.fill(at // dtype.itemsize, torch.frombuffer(out, dtype=dtype))
+def _fill(source: Source, dtype: torch.dtype, at: int, out: memoryview, beside: memoryview) -> Callable[[], object]:
+    return source.fill(at // dtype.itemsize, torch.frombuffer(out, dtype=dtype), torch.frombuffer(beside, dtype=torch.uint8))
 
 
 def _there(source: Source, size: int, at: int, nbytes: int) -> memoryview | None:
@@ -237,6 +237,6 @@ def _plain(name: str, tensor: torch.Tensor, what: str) -> Held:
     return Held(name, tensor.dtype, tuple(tensor.shape), stretches)
 
 
-def _copy(values: torch.Tensor, first: int, out: torch.Tensor) -> Callable[[], object]:
+def _copy(values: torch.Tensor, first: int, out: torch.Tensor, beside: torch.Tensor) -> Callable[[], object]:
     out.copy_(values[first : first + out.numel()])
     return lambda: None

@@ -25,11 +25,12 @@ READERS = 2  # pieces that are read at once
 
 
 class Source(NamedTuple):
-    """`numel` values, flat: `fill(first, out)` begins to put those from `first` on in `out`, as many as it has; they are there once what it gives was
-    called, in any thread, while nothing is updated or written. `there(first, n)`: `n` of them where they rest in memory just so, else None."""
+    """`numel` values, flat: `fill(first, out, beside)` begins to put those from `first` on in `out`, as many as it has, and may use as many bytes
+    `beside`; they are there once what it gives was called, in any thread, while nothing is updated or written. `there(first, n)`: `n` of them where
+    they rest in memory just so, else None."""
 
     numel: int
-    fill: Callable[[int, torch.Tensor], Callable[[], object]]
+    fill: Callable[[int, torch.Tensor, torch.Tensor], Callable[[], object]]
     there: Callable[[int, int], torch.Tensor | None] = lambda first, n: None
 
 
@@ -288,11 +289,11 @@ class State:
             else:
                 yield Source(where.numel, partial(self._fill_master, record, where))
 
-    def _fill_value(self, record: Record, start: int, first: int, out: torch.Tensor) -> Callable[[], object]:
+    def _fill_value(self, record: Record, start: int, first: int, out: torch.Tensor, beside: torch.Tensor) -> Callable[[], object]:
         shard, begin, dtype = self.parameter_shard(record)
         return shard.begin_read(begin + (start + first) * dtype.itemsize, out)
 
-    def _fill_part(self, record: Record, part: Part, where: _Stretch, first: int, out: torch.Tensor) -> Callable[[], object]:
+    def _fill_part(self, record: Record, part: Part, where: _Stretch, first: int, out: torch.Tensor, beside: torch.Tensor) -> Callable[[], object]:
         shard, begin = self._part(record, part.role, where)
         return shard.begin_read(begin + first * out.itemsize, out)
 
@@ -301,15 +302,18 @@ class State:
         dtype = DTYPES[part.dtype]
         return shard.there(begin + first * dtype.itemsize, n, dtype)
 
-    def _fill_master(self, record: Record, where: _Stretch, first: int, out: torch.Tensor) -> Callable[[], object]:
+    def _fill_master(self, record: Record, where: _Stretch, first: int, out: torch.Tensor, beside: torch.Tensor) -> Callable[[], object]:
         if self.form.master == "own":
-            return self._fill_value(record, where.first, first, out)
+            return self._fill_value(record, where.first, first, out, beside)
         (high, above, dtype), (low, below) = self.parameter_shard(record), self._part(record, "low", where)
-        reads, halves = [], []
-        for shard, start, kind in ((high, above + (where.first + first) * 2, dtype), (low, below + first * 2, torch.int16)):
-            half = shard.there(start, out.numel(), kind)
+        n, reads, halves = out.numel(), [], []
+        for shard, start, memory in (
+            (high, above + (where.first + first) * 2, beside[: 2 * n].view(dtype)),
+            (low, below + first * 2, beside[2 * n :].view(torch.int16)),
+        ):
+            half = shard.there(start, n, memory.dtype)
             if half is None:
-                half = torch.empty(out.numel(), dtype=kind)
+                half = memory
                 reads.append(shard.begin_read(start, half))
             halves.append(half)
 
