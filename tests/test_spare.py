@@ -164,6 +164,20 @@ def test_a_disk_with_little_room_gets_it_back(run: Run, monkeypatch: pytest.Monk
     assert run.spare.exists()
 
 
+def test_a_full_disk_gets_it_back_before_a_save(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        f_bavail, f_frsize = 0, 4096
+
+    run.save(3)
+    assert run.spare.exists()
+    taken: list[bool] = []
+    monkeypatch.setattr(spare.os, "statvfs", lambda path: Full)
+    monkeypatch.setattr(disk, "create_large", lambda path, nbytes, take, real=disk.create_large: taken.append(take(path)) or real(path, nbytes))
+    run.save()
+    assert taken == [False] and not run.spare.exists()
+    run.check()
+
+
 @pytest.mark.parametrize("what", ["write_at", "sync", "rename"])
 def test_a_drive_that_fails(run: Run, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     run.save(4)

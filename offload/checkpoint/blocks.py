@@ -110,6 +110,7 @@ def _memory(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """On huge pages, if it is that large: a drive takes in one request as many stretches of memory as it takes, which pages are else."""
     slack = HUGE_PAGE if nbytes >= HUGE_PAGE else 0  # address space alone
     memory = mmap.mmap(-1, nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)
     if slack:
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(memory, np.uint8)

@@ -87,7 +87,7 @@ def save_through(
     first, ordered = header(entries), [(of[name], entry) for name, entry in entries.items()]
     nbytes = sum(entry.nbytes for entry in entries.values())
     if engine.world is not None:
-        save_together(engine.world, target, saving, state.render(), first, nbytes, lambda: _own_pieces(ordered, len(first), engine.world))
+        save_together(engine.world, target, saving, state.render(), first, nbytes, lambda: _own_pieces(ordered, len(first), engine.world), take)
         return
     try:
         with disk.replacing(target, may_replace, saving) as where:

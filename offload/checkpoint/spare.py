@@ -20,6 +20,7 @@ from pathlib import Path
 from offload.checkpoint import disk
 
 NAME = "spare"
+NAMES = 1 << 20  # bytes that directories and small files take, at most
 
 
 class Spare:
@@ -48,6 +49,13 @@ class Spare:
             pass
         self.give_up()
         return False
+
+    def make_way(self) -> None:
+        """Gives it up where the disk is so full that not even names of new files may find room."""
+        with suppress(OSError):
+            space = os.statvfs(self.path)
+            if space.f_bavail * space.f_frsize < NAMES:
+                self.give_up()
 
     def give_up(self) -> bool:
         """Gives its room back to the disk; False where there is none to give."""

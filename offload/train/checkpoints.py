@@ -83,6 +83,7 @@ class Checkpoints:
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any) -> None:
         """Saves that of a number of steps, over what the last one deleted leaves. As `offload.save`."""
+        self.spare.make_way()
         save_through(self.saving, self.at(step), model, optimizer, extra, self.spare.take)
 
     def retain(self, keep: int, newest: int, note: Callable[[str], None], more: bool = False) -> None:
