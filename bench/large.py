@@ -3,9 +3,9 @@
     .venv/bin/python bench/large.py [--form exact] [--params 300e6] [--steps 3] [--tokens 64] [--where DIR] [--json] [--out bench/results/large.json]
 
 Two forms of state, both with a split master (the bf16 parameter and the other half of it): "exact" has fp32 moments, 12 bytes a parameter;
-"compact" has int8 moments, 6. A gradient is 2 more where it rests. Layers are 4096 wide unless `--params` asks for a small model; their number is
-the largest whose plan fits `--device`, `--host` and what the disk has free but for a reserve. Runs `offload train` on random data: one sequence of
-`--tokens` a step, one held-out sequence before (which is when weights are made) and after.
+"compact" has int8 moments, 6. Gradients of layers pass to their updates and rest nowhere. Layers are 4096 wide unless `--params` asks for a small
+model; their number is the largest whose plan fits `--device`, `--host` and what the disk has free but for a reserve. Runs `offload train` on random
+data: one sequence of `--tokens` a step, one held-out sequence before (which is when weights are made) and after.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def sized(form: str, given: argparse.Namespace, where: Path) -> tuple[Path, dict
     """The run file of the largest model that fits, or of `--params`, its shape and its plan."""
     nvme = shutil.disk_usage(where).free - RESERVE
     room = nvme + (parse_size(given.host) + parse_size(given.device) // 4) * 95 // 100
-    bytes_each = {"exact": 14, "compact": 8.04}[form]  # with the gradient
+    bytes_each = {"exact": 12, "compact": 6.03}[form]
     count = given.params or room / bytes_each
     width, inner = next(sizes for least, sizes in WIDTHS.items() if count >= least or least == 0)
     if not given.params:

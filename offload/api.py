@@ -22,7 +22,8 @@ from offload.observe.runtime import Runtime
 from offload.planner.boundaries import boundaries
 from offload.planner.demand import Batch
 from offload.planner.layout import UnitSpec
-from offload.planner.placement import Capacities, Plan, human, plan_units
+from offload.planner.placement import Plan, human, plan_units
+from offload.planner.request import Capacities
 from offload.planner.share import ALONE, Share
 from offload.transfer.device import CpuDevice, Device, SimDevice
 
@@ -80,11 +81,13 @@ def _specs(found: Sequence[Found], precision: Precision) -> list[UnitSpec]:
 def plan(
     model: nn.Module, tiers: Tiers, *, device: str | Device | None = None, precision: Precision | None = None, activations: str = "auto",
     units: Units = "auto", place: dict[str, str] | None = None, batch: tuple[int, int] | Batch | None = None, accumulate: int = 1,
-    ranks: int = 1, rank: int = 0, stage: int = 3,
+    ranks: int = 1, rank: int = 0, stage: int = 3, keep_gradients: bool = True,
 ) -> Plan:  # fmt: skip
     """What would go where, without allocating anything; a model on the meta device is enough.
 
     `batch` is (sequences, tokens) of a micro-batch. With `ranks`, the plan of one of them under a `stage`; budgets and batch are one rank's.
+    Without `keep_gradients`, those of repeated units may pass to their updates through a few places that the units share, where not everything fits
+    in memory: for `prepare(updates="backward", plan=...)` of one micro-batch a step, after which nobody reads `.grad`.
     Raises `PlanError` where the state does not fit: which tier, need, have, three ways out.
     """
     precision = precision or Precision()
@@ -98,6 +101,7 @@ def plan(
         activations=activations,
         accumulate=accumulate,
         share=_share(ranks, rank, stage),
+        keep_gradients=keep_gradients,
     )
 
 
@@ -178,6 +182,11 @@ def prepare(
         )
         if made.share != share:
             raise ConfigError(f"plan is for {_of(made.share)}, and this is {_of(share)}: make it with plan(..., ranks=, rank=, stage=)")
+        if made.passing and (updates != "backward" or accumulate > 1):
+            raise ConfigError(
+                'plan was made with keep_gradients=False, which wants updates="backward" and accumulate=1: gradients pass to their updates and '
+                "cannot wait for step() nor be summed. Give these, or make the plan with keep_gradients=True"
+            )
         if world is not None:
             _agree(world, model, made)
         own = _own_bytes(model)

@@ -21,7 +21,8 @@ from offload.memory.spans import Spans
 from offload.planner.boundaries import STAGING_BUFFERS, modes, width
 from offload.planner.demand import Batch
 from offload.planner.layout import ParameterSpec, UnitSpec
-from offload.planner.placement import Capacities, plan_units
+from offload.planner.placement import plan_units
+from offload.planner.request import Capacities
 from offload.planner.schedule import Speeds, Work, schedule
 from test_activations import AWAY, free_bytes
 

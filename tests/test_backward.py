@@ -440,3 +440,72 @@ def test_a_write_to_what_was_read_ahead(tmp_path: Path) -> None:
                 optimizer.zero_grad()
             digests.append(offload.runtime(model).digest())
     assert digests[0] == digests[1]
+
+
+# Backwards that come to nothing
+
+
+class _Raised(Exception):
+    pass
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("place", ["host", "nvme"])
+def test_a_backward_that_raised_leaves_nothing_for_the_next(tmp_path: Path, place: str, to_none: bool) -> None:
+    """All gradients of a unit had come, and its updates had not started."""
+
+    def stop(*_: Any) -> None:
+        raise _Raised
+
+    digests = []
+    for updates in ("forward", "backward"):
+        with M.prepared(M.seeded(M.Order), M.tiers(tmp_path), place=M.placed(place), updates=updates) as model:
+            optimizer = offload.optim.AdamW(model.parameters(), lr=1e-2)
+            for _ in range(2):
+                M.mean_square(model, X).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=to_none)
+            hook = model.blocks[3].register_forward_hook(lambda _, __, out: out.register_hook(stop) and None, prepend=True)
+            with pytest.raises(_Raised):
+                M.mean_square(model, X).backward()
+            hook.remove()
+            assert not engine_of(model).early._started
+            optimizer.zero_grad(set_to_none=to_none)
+            model.order = [4, 0, 1, 2, 3]
+            for _ in range(2):
+                M.mean_square(model, X).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=to_none)
+            digests.append(offload.runtime(model).digest())
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_step_that_is_begun_again(tmp_path: Path, to_none: bool) -> None:
+    """zero_grad() of either kind after one of two micro-batches: the next two are the step's."""
+    digests = []
+    for updates in ("forward", "backward"):
+        with M.prepared(M.seeded(M.Order), M.tiers(tmp_path), place=M.placed("host"), updates=updates, accumulate=2) as model:
+            optimizer = offload.optim.AdamW(model.parameters(), lr=1e-2)
+            for _ in range(3):
+                for spoilt in (True, False, False):
+                    M.mean_square(model, X).backward()
+                    if spoilt:
+                        optimizer.zero_grad(set_to_none=to_none)
+                assert bool(engine_of(model).early._started) == (updates == "backward")
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=to_none)
+            digests.append(offload.runtime(model).digest())
+    assert digests[0] == digests[1]
+
+
+def test_a_refused_backward_leaves_nothing_under_way(tmp_path: Path) -> None:
+    with _model(tmp_path) as model:
+        optimizer = offload.optim.AdamW(model.parameters(), lr=1e-2)
+        value = M.mean_square(model, X)
+        value.backward(retain_graph=True)
+        streamer = engine_of(model).streamer
+        with pytest.raises(offload.OffloadError, match=r"backward between backward and step"):
+            value.backward()
+        assert streamer._backward.task == -1 and not any(use.soft for use in streamer.slots.uses)
+        optimizer.step()

@@ -25,22 +25,26 @@ class Frames:
 
 
 class Writing:
-    done = True
-
     def __init__(self, shard: Drive) -> None:
         self._shard = shard
 
+    @property
+    def done(self) -> bool:
+        return not self._shard.stuck
+
     def wait(self) -> None:
+        if self._shard.stuck:
+            raise SwapError("stuck")
         self._shard.fail()
 
 
 class Drive:
-    """A shard whose reads and writes fail while it is told to."""
+    """A shard whose reads and writes fail, or whose writes do not end, while it is told so."""
 
     nbytes = NBYTES
 
     def __init__(self) -> None:
-        self.bytes, self.broken = torch.zeros(NBYTES, dtype=torch.uint8), False
+        self.bytes, self.broken, self.stuck = torch.zeros(NBYTES, dtype=torch.uint8), False, False
 
     def fail(self) -> None:
         if self.broken:
@@ -56,8 +60,8 @@ class Drive:
         return Writing(self)
 
 
-def cache() -> tuple[Any, list[Any]]:
-    return ChunkCache(Frames(), 1), [Drive(), Drive()]  # type: ignore[arg-type]
+def cache(frames: Frames | None = None) -> tuple[Any, list[Any]]:
+    return ChunkCache(frames or Frames(), 1), [Drive(), Drive()]  # type: ignore[arg-type]
 
 
 def put(there: Any, key: int, drive: Any, value: int) -> None:
@@ -88,3 +92,57 @@ def test_a_chunk_that_could_not_be_written_is_written_again() -> None:
     assert drives[0].bytes.eq(3).all()
     there.flush()
     assert drives[1].bytes.eq(5).all()
+
+
+def test_a_chunk_that_could_not_be_flushed_is_flushed_again() -> None:
+    """Nothing but its frame has its bytes, so a step that is tried again does not go on without them."""
+    frames = Frames()
+    there, drives = cache(frames)
+    put(there, 0, drives[0], 3)
+    drives[0].broken = True
+    for _ in range(2):
+        with pytest.raises(SwapError, match="broken"):
+            there.flush()
+        assert len(frames.free) == 1
+    drives[0].broken = False
+    there.flush()
+    assert drives[0].bytes.eq(3).all() and len(frames.free) == 2
+
+
+def test_a_frame_that_a_stuck_drive_reads_is_nobody_elses() -> None:
+    frames = Frames()
+    there, drives = cache(frames)
+    put(there, 0, drives[0], 3)
+    drives[0].stuck = True
+    for act in (there.flush, there.flush, lambda: put(there, 0, drives[0], 4), lambda: put(there, 1, drives[1], 5)):
+        with pytest.raises(SwapError, match="stuck"):
+            act()
+        assert len(frames.free) == 1
+    drives[0].stuck = False
+    there.flush()
+    assert drives[0].bytes.eq(3).all() and len(frames.free) == 2
+
+
+class Reader:
+    """An update whose drive is stuck until it is done."""
+
+    done = False
+
+    def wait(self) -> None:
+        if not self.done:
+            raise SwapError("stuck")
+
+
+def test_a_frame_that_a_stuck_update_reads_is_nobody_elses() -> None:
+    there, drives = cache()
+    put(there, 0, drives[0], 3)
+    reader = Reader()
+    there.lend(0, reader, keep=False)
+    for act in (lambda: put(there, 0, drives[0], 4), lambda: put(there, 1, drives[1], 5)) * 2:
+        with pytest.raises(SwapError, match="stuck"):
+            act()
+    there.flush()
+    assert there.frame(0).eq(3).all()
+    reader.done = True
+    put(there, 1, drives[1], 5)
+    assert there.frame(0) is None

@@ -20,7 +20,8 @@ from offload.planner import demand
 from offload.planner.cost import Compute, Rates, traffic_of
 from offload.planner.demand import Batch
 from offload.planner.layout import ParameterSpec, UnitSpec
-from offload.planner.placement import Capacities, Plan, keeping, plan_units
+from offload.planner.placement import Plan, keeping, plan_units
+from offload.planner.request import Capacities
 from offload.train.estimate import Estimate
 from offload.transfer.device import SimDevice
 

@@ -19,7 +19,8 @@ from offload.errors import ConfigError, PlanError
 from offload.planner import demand
 from offload.planner.form import StateForm
 from offload.planner.layout import ALIGN, CHUNK_ALIGN, DTYPE_BYTES, ParameterSpec, UnitSpec, lay_out, slot_bytes
-from offload.planner.placement import Capacities, Plan, chunks_of, gradient_chunk_bytes, nvme_extents, plan_units
+from offload.planner.placement import Plan, chunks_of, gradient_chunk_bytes, nvme_extents, plan_units
+from offload.planner.request import Capacities
 
 SETTINGS = settings(max_examples=60, deadline=None)
 PAGE = 4096
@@ -244,6 +245,26 @@ def test_hottest_roles_are_nearest() -> None:
     assert max(near[t] for t in plan.parameter) <= min(near[t] for u in plan.state for t in u)
     assert plan.resting["nvme"] > 0
     assert plan.describe()["parameter"]["nvme"] == 0
+
+
+@given(unit_specs(), st.integers(1, 48), st.integers(1, 48), computes)
+@SETTINGS
+def test_one_memory_leaves_the_device_what_the_host_has_room_for(units: list[UnitSpec], device: int, host: int, compute: str) -> None:
+    """On `cpu` nothing need rest on the device that fits on the host, and no more rests on nvme for it than if the device were filled first."""
+    plan = attempt(units, Capacities(device * MIB, host * MIB, 512 * MIB, True, True), compute)
+    if plan is None:
+        return
+    shard = max((sum(f.nbytes for f in u.flats) for u in plan.layouts), default=0)
+    records = [max(gradient_chunk_bytes(c, plan.grad), plan.form.record_bytes(c.numel)) for u in plan.layouts for c in chunks_of(u)]
+    left = plan.budgets["host"] - plan.peak_bytes["host"]
+    assert plan.resting["device"] == 0 or left <= shard + max(records, default=0)
+
+
+def test_one_memory_with_room_on_the_host_leaves_the_device_alone() -> None:
+    cap = Capacities(24 * MIB, 128 * MIB, 0, True, True)
+    plan = plan_units(BLOCKS, cap, Precision(), batch=demand.Batch(1, 64))
+    assert plan.resting["device"] == 0
+    assert plan.resting["nvme"] == 0
 
 
 @given(unit_specs(), capacities, computes)

@@ -16,7 +16,8 @@ import offload
 from helpers import PRECISIONS
 from offload.engine.registry import engine_of
 from offload.planner.layout import ParameterSpec, UnitSpec
-from offload.planner.placement import Capacities, plan_units
+from offload.planner.placement import plan_units
+from offload.planner.request import Capacities
 from offload.transfer.device import SimDevice
 from offload.transfer.kernels import Arrays, HostKernels
 from offload.transfer.queue import Transfer
@@ -305,6 +306,29 @@ def test_failed_work_is_raised(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the kernel failed"):
         offload.runtime(model).digest()
     offload.runtime(model).close()  # it was told
+
+
+def test_an_update_that_starts_while_one_is_waited_for_is_waited_for_too(tmp_path: Path) -> None:
+    """As where the queue of fetches waits for one step's and the next step() starts."""
+    with M.prepared(M.seeded(MAKE), M.tiers(tmp_path), device="sim", precision=M.FP32, place=M.placed("device")) as model:
+        resident = engine_of(model).resident
+
+        class Ended:
+            done = True
+
+            def __init__(self, then: Any = None) -> None:
+                self._then = then
+
+            def wait(self) -> None:
+                if self._then is not None:
+                    resident._updated[0] = self._then
+
+        later: Any = Ended()
+        resident._updated[0] = Ended(later)  # type: ignore[assignment]
+        resident.wait(0)
+        assert resident._updated[0] is later
+        resident.wait(0)
+        assert 0 not in resident._updated
 
 
 def test_plan_of_another_device_is_refused(tmp_path: Path) -> None:

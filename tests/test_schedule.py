@@ -16,7 +16,8 @@ import offload
 from offload.config import Precision
 from offload.engine.registry import engine_of
 from offload.planner.layout import ParameterSpec, UnitSpec
-from offload.planner.placement import Capacities, Plan, chunks_of, gradient_chunk_bytes, plan_units
+from offload.planner.placement import Plan, chunks_of, gradient_chunk_bytes, plan_units
+from offload.planner.request import Capacities
 from offload.planner.schedule import KINDS, LEAST_GAIN, Event, Schedule, Speeds, Work, choose_early, read_early, schedule, unit_order, update_order
 from offload.planner.timeline import Timeline
 from test_background import STATE_ON_NVME, X

@@ -12,7 +12,8 @@ from offload.config import Precision
 from offload.errors import ConfigError, PlanError
 from offload.planner.demand import Batch
 from offload.planner.layout import ALIGN, CHUNK_ALIGN, Flat, ParameterSpec, UnitSpec, lay_out, pack, pack_shares
-from offload.planner.placement import Capacities, Plan, chunks_of, keeping, plan_units
+from offload.planner.placement import Plan, chunks_of, keeping, plan_units
+from offload.planner.request import Capacities
 from offload.planner.share import ABSENT, Share
 
 MIB = 1 << 20

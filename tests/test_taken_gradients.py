@@ -165,6 +165,23 @@ def test_a_gradient_that_is_gone_is_refused_and_not_invented(tmp_path: Path, act
         runtime.digest()
 
 
+def test_a_second_step_of_a_gradient_that_is_gone_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    with _model(tmp_path, keep=False) as (model, runtime):
+        optimizer = offload.optim.AdamW(model.parameters(), lr=1e-2)
+        with _read_ahead(model):
+            _step(model, optimizer)
+            M.mean_square(model, X).backward()
+            optimizer.step()
+            digest = runtime.digest()
+            for _ in range(2):
+                with pytest.raises(offload.OffloadError, match=r"went into its update .* zero_grad"):
+                    optimizer.step()
+            assert runtime.digest() == digest
+            optimizer.zero_grad()
+            _step(model, optimizer)
+            assert runtime.digest() != digest
+
+
 def test_gradients_that_are_kept_read_as_always(tmp_path: Path) -> None:
     seen = []
     for updates in ("forward", "backward"):

@@ -67,6 +67,7 @@ def _placement(run: str, overrides: Sequence[str], ranks: int) -> dict[str, Any]
         "activations": made.activations,
         "activation_bytes": made.activation_bytes,
         "recomputed_units": len(made.recomputed),
+        "passing_units": len(made.passing),
         "placement": made.describe(),
     }
 
@@ -80,6 +81,8 @@ def _text(result: dict[str, Any]) -> str:
         return "\n".join(lines)
     lines += [f"{tier}: {format_size(result['peak_bytes'][tier])} of {format_size(have)}" for tier, have in result["budget_bytes"].items()]
     lines += [f"{role}: " + ", ".join(f"{format_size(n)} {tier}" for tier, n in tiers.items() if n) for role, tiers in result["placement"].items()]
+    if result["passing_units"]:
+        lines.append(f"gradients of {result['passing_units']} units pass to their updates through places that these share")
     held = ", ".join(f"{format_size(n)} {tier}" for tier, n in result["activation_bytes"].items() if n)
     again = f", {result['recomputed_units']} units computed again" if result["recomputed_units"] else ""
     lines.append(f"activations: {result['activations']}{again}" + (f" ({held})" if held else ""))

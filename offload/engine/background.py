@@ -199,9 +199,10 @@ class Background:
                     job.batch.wait_job(job.index, True)
             job.batch.wait_job(job.index, written)  # raises what went wrong
         except SwapError as error:
-            if job.batch.reached(job.index, written):  # else a device is stuck, and may yet come round
-                self._error, self._told = error, self._told or tell
-            raise
+            if not job.batch.reached(job.index, written):  # a device is stuck, and may yet come round
+                raise
+            self._error, self._told = _spoilt(error), self._told or tell
+            raise self._error from None
         job.updated = True
         if written and self._jobs[unit].get(chunk) is job:
             self._jobs[unit].pop(chunk, None)  # another reader may just have
@@ -325,11 +326,15 @@ class Background:
         except SwapError as error:
             if not batch.done:
                 raise
-            self._error = error
+            self._error = _spoilt(error)
         self._batches.popleft()
         _add(self._seconds, batch)
         if raising:
             self.check()
+
+
+def _spoilt(error: SwapError) -> SwapError:
+    return SwapError(f"{error}. An update failed by it, so a step may be applied in part: this model can only be closed; go on from a checkpoint")
 
 
 def has_frame(background: Background, unit: int, chunk: int) -> bool:

@@ -126,7 +126,7 @@ def make_records(found: Sequence[Found], plan: Plan) -> tuple[list[Unit], list[R
 
 
 def make_shards(units: Sequence[Unit], plan: Plan, host: Arena, device: Arena, space: SwapSpace | None) -> None:
-    """Takes every shard's bytes from its tier; what rests on another rank is `Shard.absent()`."""
+    """Takes every shard's bytes from its tier; what rests on another rank is `Shard.absent()`, and units whose gradients pass share theirs."""
 
     def take(tier: str, nbytes: int) -> Shard:
         if tier == ABSENT:
@@ -139,7 +139,10 @@ def make_shards(units: Sequence[Unit], plan: Plan, host: Arena, device: Arena, s
     for u, unit in enumerate(units):
         unit.parameters = [take(plan.parameter[u], plan.share.parameter_bytes(f)) for f in unit.layout.flats]
         chunks = chunks_of(unit.layout)
-        unit.gradients = [take(t, gradient_chunk_bytes(c, plan.grad)) for t, c in zip(plan.gradient[u], chunks, strict=True)]
+        if plan.borrows(u):
+            unit.gradients = list(units[plan.places[u]].gradients)
+        else:
+            unit.gradients = [take(t, gradient_chunk_bytes(c, plan.grad)) for t, c in zip(plan.gradient[u], chunks, strict=True)]
         unit.states = [take(t, plan.form.record_bytes(c.numel)) for t, c in zip(plan.state[u], chunks, strict=True)]
 
 

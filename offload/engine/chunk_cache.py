@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from offload.errors import SwapError
 from offload.memory.shard import Shard
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import Transfer
@@ -87,13 +88,20 @@ class ChunkCache:
         for key, entry in self._entries.items():
             if entry.dirty:
                 self._start_write(key, entry)
+        error: SwapError | None = None
         for key, entry in list(self._entries.items()):
             try:
                 self._settle(entry)
-            finally:
-                if not entry.lent:
-                    del self._entries[key]
-                    self._frames.give(entry.frame)
+            except SwapError as failed:  # it stays: nothing but its frame has the bytes
+                if entry.writing is not None:
+                    raise
+                error = error or failed
+                continue
+            if not entry.lent:
+                del self._entries[key]
+                self._frames.give(entry.frame)
+        if error is not None:
+            raise error
 
     def _start_write(self, key: int, entry: _Entry) -> None:
         self._settle(entry)
@@ -102,18 +110,21 @@ class ChunkCache:
         self._on_disk.add(key)
 
     def _settle(self, entry: _Entry) -> None:
-        writing, entry.writing = entry.writing, None
-        if writing is not None:
-            try:
-                writing.wait()
-            except BaseException:
-                entry.dirty = True  # the drive does not have it
-                raise
+        if entry.writing is None:
+            return
+        try:
+            entry.writing.wait()
+        except BaseException:
+            entry.dirty = True  # the drive may not have it
+            raise
+        finally:
+            if entry.writing.done:  # else its drive is stuck, and still reads the frame
+                entry.writing = None
 
     def _await(self, entry: _Entry) -> None:
-        reader, entry.reader = entry.reader, None
-        if reader is not None:
-            reader.wait()
+        if entry.reader is not None:
+            entry.reader.wait()
+        entry.reader = None
 
     def _frame(self) -> torch.Tensor:
         if len(self._entries) < self._quota:

@@ -8,9 +8,12 @@ which they landed, where the update has its own buffer by then; they need not be
 (`keep_gradients`), be written. Everything else is left to step(). Until step() has found that
 it would have done just that, whatever would make a difference is refused: before it happens where it can be seen, else for good.
 
+Gradients that pass (planner/passing.py) land in places that another unit's may still be in: that one's updates are opened first. Units of which this
+backward starts no updates though it has gradients for them are given places of their own before it computes any; all are where there are hidden uses.
+
 [Note: hidden uses]
-A forward without gradients inside one with them is that of a reentrant checkpoint: the graph does not tell of what its backward will do. Units so
-used are left to step().
+A forward without gradients inside a custom function's, as reentrant checkpoints are, may run again with them in its backward: the graph does not
+tell. Units so used are left to step().
 """
 
 from __future__ import annotations
@@ -26,13 +29,16 @@ import torch
 
 from offload.engine.atrest import AtRest
 from offload.engine.background import Background, Hypers, has_frame
-from offload.engine.gradients import Gradients, accumulates, give, landed
+from offload.engine.gradients import Gradients, begun, give, landed, spend
+from offload.engine.graph import accumulates
+from offload.engine.passing import Passing
 from offload.engine.record import Record, Unit
 from offload.engine.slots import Use
 from offload.engine.sources import GradientSource
 from offload.errors import ConfigError, OffloadError
 from offload.planner.schedule import unit_order
 
+KEEPING = 'A plan with keep_gradients=True, or updates="forward", has a place for it; zero_grad() drops what there is'
 WAY_OUT = 'prepare(..., updates="forward") allows it'
 
 
@@ -51,9 +57,11 @@ class Early:
 
     def __init__(
         self, units: Sequence[Unit], gradients: Gradients, background: Background, uses: Sequence[Use], forward: Callable[[], list[int]],
-        accumulate: int,
+        accumulate: int, passing: Passing, keep: Callable[[Sequence[int]], None],
     ) -> None:  # fmt: skip
+        """`keep` gives units whose gradients pass places of their own, or raises."""
         self._units, self._gradients, self._background, self._uses, self._forward = units, gradients, background, uses, forward
+        self._passing, self._keep = passing, keep
         self.accumulate = accumulate
         self.units_most = len(units)  # those whose gradients come first
         self.keep_gradients = True  # also where an update had no need of them at rest
@@ -68,6 +76,8 @@ class Early:
     def reset(self) -> None:
         """A step is over."""
         self._backwards = 0  # that accumulated, since the last step
+        for unit in self._passing.over():
+            spend(self._gradients, self._trained[unit])
         self.hidden.clear()
         self._task = -1  # of the backward that starts updates
         self._awaited: dict[int, set[int]] = {}  # by unit, the parameters whose gradients are to come
@@ -82,11 +92,16 @@ class Early:
 
     def order(self) -> list[int]:
         """The units in the order in which their updates are expected to come."""
-        return self._order or unit_order(self._forward(), self.units_most if self.accumulate else 0)
+        forward = self._forward()
+        return self._order or unit_order(forward, self._most(forward) if self.accumulate else 0)
+
+    def _most(self, forward: list[int]) -> int:
+        """How many units may be early: those whose gradients pass are, however few are to be."""
+        return max(self.units_most, *(n for n, unit in enumerate(reversed(forward), 1) if self._passing.has(unit)), 0)
 
     def begin(self) -> None:
         """A backward begins, and no gradient of it has come. OffloadError if the last one's updates have started."""
-        if not self.accumulate or not self.units_most or not any(accumulates(r.parameter) for records in self._trained for r in records):
+        if not self.accumulate or not self._most(self._forward()) or not any(accumulates(r.parameter) for records in self._trained for r in records):
             return
         self.check()
         if self._started:
@@ -94,22 +109,32 @@ class Early:
                 f"a backward began before step(), and the last one has started the updates of {self._name(next(iter(self._started)))} already. "
                 f"Call step() after {self.accumulate} of them, declare their number with prepare(..., accumulate=N), or {WAY_OUT}"
             )
-        if all(r.parameter.grad is None for records in self._trained for r in records):
+        self._task, self._awaited, self._complete = -1, {}, []  # of one that raised
+        if not any(begun(self._gradients, r) for records in self._trained for r in records):
             self._backwards = 0
         self._backwards += 1
         if self._backwards == self.accumulate:
             self._arm()
 
+    def nested(self) -> None:
+        """A backward begins inside of another, which may have shown no sign yet. BudgetError as for one."""
+        if self.hidden and self._passing.units:
+            self._keep(list(self._passing.units))  # which of them it has gradients for is not known, nor which it adds to others
+
     def _arm(self) -> None:
         optimizer = self._optimizer()
-        if optimizer is None:
-            return
         forward = self._forward()
-        chosen = [u for u in unit_order(forward, self.units_most)[: self.units_most] if self._trained[u] and u not in self.hidden]
+        most = self._most(forward)
+        chosen = [u for u in unit_order(forward, most)[:most] if self._trained[u] and u not in self.hidden]
         chosen = [u for u in chosen if all(accumulates(r.parameter) for r in self._trained[u])]
-        known = optimizer.hypers_of(r for u in chosen for r in self._trained[u])
+        known = optimizer.hypers_of(r for u in chosen for r in self._trained[u]) if optimizer is not None else {}
         chosen = [u for u in chosen if all(r.number in known for r in self._trained[u])]
-        if not chosen:
+        self._passing.forget()
+        coming = [u for u in self._passing.units if u not in chosen and any(accumulates(r.parameter) for r in self._trained[u])]
+        left = list(self._passing.units) if self.hidden else coming
+        if left:
+            self._keep(left)
+        if optimizer is None or not chosen:
             return
         optimizer.begin(r for u in chosen for r in self._trained[u])
         self._hypers = {r.number: known[r.number] for u in chosen for r in self._trained[u]}
@@ -164,8 +189,43 @@ class Early:
                 if not give(self._gradients, unit, self._at_once, self._background.open, self.keep_gradients):
                     continue
                 self._opened.add(unit)
+                if self._passing.has(unit):
+                    self._passing.opened(unit)
+                    spend(self._gradients, self._trained[unit])
                 for record in self._trained[unit]:
                     record.version += 1
+
+    def claim(self, record: Record) -> None:
+        """Makes the places in which a gradient is to land its unit's, where they are shared. OffloadError if another's is there and must stay."""
+        unit = record.unit
+        if not self._passing.has(unit):
+            return
+        if unit not in self._chosen or torch._C._current_graph_task_id() != self._task:
+            raise OffloadError(
+                f"the gradient of {record.name} has no place to rest, as this plan (keep_gradients=False) has it pass to an update that its backward "
+                f"starts, and there is none. {KEEPING}"
+            )
+        holder = self._passing.holder(unit)
+        if holder is not None:
+            self._clear(holder, record)
+        self._passing.take(unit)
+
+    def _clear(self, holder: int, record: Record) -> None:
+        """Opens the updates of a unit in whose places the gradient of another is to land; waits for its own gradients to land."""
+        self.advance()
+        if holder in self._started and holder not in self._opened and not self._spoilt:
+            landed(self._gradients, self._trained[holder], wait=True)
+            self.advance()
+        if holder in self._opened:
+            return
+        if self._spoilt:  # the step is skipped, or ends the run
+            spend(self._gradients, self._trained[holder])
+            return
+        self._background.check()
+        why = f"the gradient of {record.name} came while {self._name(holder)}, whose places for gradients it shares, still had gradients to come"
+        if self._opened:
+            self._fail(why)
+        raise OffloadError(f"{why}. {KEEPING}")
 
     def takes(self, unit: int, chunk: int) -> bool:
         """Whether a gradient that has come whole is for its update alone, and that can start at once. From any thread."""
@@ -195,6 +255,8 @@ class Early:
 
     def guard(self, record: Record, doing: str, whole: bool = False) -> None:
         """OffloadError if the update of the parameter (`whole`: of any) has started, and `doing` would not be as if it had not."""
+        if whole and self._passing.has(record.unit):
+            raise OffloadError(f"{doing} of {record.name}, which this plan (keep_gradients=False) has pass to its update and rest nowhere. {KEEPING}")
         if self._started and (record.unit in self._started or (whole and torch._C._current_graph_task_id() < 0)):
             unit = record.unit if record.unit in self._started else next(iter(self._started))
             raise OffloadError(
@@ -249,7 +311,7 @@ class Early:
         self._error = OffloadError(
             f'{why}, after the backward had started updates (updates="backward"): the step is partly applied'
             f"{f' ({len(self._opened)} units: {done})' if done else ''}, and this model can only be closed. "
-            'Go on from a checkpoint, with prepare(..., updates="forward"), which takes all of a step or nothing'
+            'Go on from a checkpoint, with prepare(..., updates="forward") (train.updates in a run file), which takes all of a step or nothing'
         )
         raise self._error
 

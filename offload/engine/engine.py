@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -23,8 +23,10 @@ from offload.engine.atrest import AtRest
 from offload.engine.background import Background
 from offload.engine.build import Found, arena_bytes, make_records, make_shards
 from offload.engine.early import Early
-from offload.engine.gradients import Gradients, check_sums, expected, share
+from offload.engine.gradients import Gradients, check_spent, share
+from offload.engine.graph import expected
 from offload.engine.initialise import fill_buffers, initial_values
+from offload.engine.passing import Passing
 from offload.engine.record import CODES, DTYPES, Record, Unit
 from offload.engine.reduction import Reduction
 from offload.engine.refresh import Refresh
@@ -116,7 +118,8 @@ class Engine:
         self.state = State(self.units, plan.form, self._before_access, self.background, self._refresh, *ranks)
         self.slots = Slots(self.units, plan.slots, self.device, compute, self.frames, self.arena.take, self.background, *ranks)
         self.gradients = Gradients(self.units, self.records, DTYPES[plan.grad], self.device, self.frames, self.resident)
-        self.gradients.let_go = self.background.let_go
+        self.passing = Passing(plan.places, plan.passing, self.background.let_go)
+        self.gradients.let_go = self.passing.let_go
         if self.world is not None:
             self._build_shared(plan, self.world)
         self.values = [ValueSource(r, self) for r in self.records]
@@ -160,10 +163,14 @@ class Engine:
         self.streamer = Streamer(
             self.model, self.units, self.records, self.slots, self.gradients, self.activations, self.plan.recomputed, self.initialise
         )
-        self.early = Early(self.units, self.gradients, self.background, self.slots.uses, self.streamer.order.forward, self._updates_after)
+        self.early = Early(
+            self.units, self.gradients, self.background, self.slots.uses, self.streamer.order.forward, self._updates_after, self.passing,
+            self._keep_gradients,
+        )  # fmt: skip
         self.streamer.early = self.early
         self.state.guard = lambda record: self.early.guard_use(record.unit)
         self.gradients.guard, self.gradients.came, self.gradients.takes = self.early.guard, self.early.came, self.early.takes
+        self.gradients.claim = self.early.claim
         if self.reduction is not None:
             self.gradients.came = self.reduction.came
             self.streamer.after_backward = self._after_backward
@@ -273,7 +280,9 @@ class Engine:
     # Gradients
 
     def _before_backward(self) -> None:
-        check_sums(self.gradients)
+        if self.closed:
+            raise OffloadError("the runtime of this model was closed; prepare the model again")
+        check_spent(self.gradients)
         if self.gradients.dtype != torch.float32 and any(self.gradients.earlier(r) for r in self.records if r.trained):
             self.early.refuse("a further backward")
             self.widen_gradients()
@@ -293,6 +302,11 @@ class Engine:
 
     def widen_gradients(self) -> None:
         """A backward adds to gradients kept in fewer bits: sums are fp32 from here on, or BudgetError before anything is computed."""
+        if self.passing.units:
+            raise BudgetError(
+                "a second backward before the step sums gradients, for which this plan (keep_gradients=False) has no place. Declare it with "
+                "accumulate=N, make the plan with keep_gradients=True, or call zero_grad() between"
+            )
         need, there = (sum(2 * s.nbytes for u in self.units for s in u.gradients if self.resident.has(u.number) == rests) for rests in (False, True))
         tier = next((t for t in ("host", "nvme") if self._can_take(t, need)), None)
         room = self.budgets["device"].free - self.plan.working.total
@@ -303,31 +317,60 @@ class Engine:
                 f"nvme {human(self.budgets['nvme'].free)}{f', the device {human(max(0, room))}' if there else ''}. "
                 "Declare it with prepare(..., accumulate=N), raise a budget, or call zero_grad() between"
             )
-        sums = self.tiers.checksum_bytes(need) if tier == "nvme" else 0
-        held = self.budgets["host"].reserve(sums, "checksums of fp32 sums of gradients")  # refused, if it is, before anything else is taken
-        self._held += [held, *(self.budgets[t].reserve(n, "fp32 sums of gradients") for t, n in ((tier, need), ("device", there)))]
-        memory = reserve(need) if tier == "host" else None
+        further = self._further_shards(tier, need, "fp32 sums of gradients")
+        self._held.append(self.budgets["device"].reserve(there, "fp32 sums of gradients"))
         device = self.device.memory(there) if there else None
         if device is not None:
             self._further.append(device)
-        at = 0
 
         def reshard(unit: Unit, chunk: int) -> Shard:
-            nonlocal at
             nbytes = 2 * unit.gradients[chunk].nbytes
             if device is not None and self.resident.has(unit.number):
                 return Shard("device", nbytes, memory=device.take(nbytes))
-            at += nbytes
-            if memory is not None:
-                return Shard("host", nbytes, memory=memory[at - nbytes : at])
-            assert self.space is not None
-            return Shard("nvme", nbytes, extent=self.space.allocate(nbytes), space=self.space)
+            return further(nbytes)
 
         self.background.synchronize()
         self.background.drop()
         self.gradients.widen(reshard)
         self.resident.replace(torch.float32)
         self.background.replace(self._make_updates(torch.float32))
+
+    def _keep_gradients(self, units: Sequence[int]) -> None:
+        """Gives units whose gradients would pass places of their own: BudgetError, before any comes, where budgets have none left."""
+        need = sum(s.nbytes for u in units for s in self.units[u].gradients)
+        tier = next((t for t in ("host", "nvme") if self._can_take(t, need)), None)
+        if tier is None:
+            which = self.units[units[0]].name + (f" and {len(units) - 1} more units" if len(units) > 1 else "")
+            raise BudgetError(
+                f"gradients of {which} have to wait for step(), as not all parameters of a unit get one in this backward, or no optimizer would step "
+                f"them all, and this plan (keep_gradients=False) has no place for them: need {human(need)}; the host tier has "
+                f"{human(self.budgets['host'].free)} left, nvme {human(self.budgets['nvme'].free)}. "
+                'Raise a budget, or keep gradients, as with updates="forward"'
+            )
+        further = self._further_shards(tier, need, "gradients that wait for the step")
+        self.background.synchronize()
+        self.background.drop()
+        for u in units:
+            self.units[u].gradients = [further(s.nbytes) for s in self.units[u].gradients]
+            self.passing.leave(u)
+        self.background.replace(self._make_updates(self.gradients.dtype))
+
+    def _further_shards(self, tier: str, nbytes: int, what: str) -> Callable[[int], Shard]:
+        """So many bytes of a budget that has them, beside what was planned; gives what cuts shards from them."""
+        sums = self.tiers.checksum_bytes(nbytes) if tier == "nvme" else 0
+        self._held.append(self.budgets["host"].reserve(sums, f"checksums of {what}"))  # refused, if it is, before anything else is taken
+        self._held.append(self.budgets[tier].reserve(nbytes, what))
+        memory, at = reserve(nbytes) if tier == "host" else None, 0
+
+        def cut(part: int) -> Shard:
+            nonlocal at
+            at += part
+            if memory is not None:
+                return Shard("host", part, memory=memory[at - part : at])
+            assert self.space is not None
+            return Shard("nvme", part, extent=self.space.allocate(part), space=self.space)
+
+        return cut
 
     def _can_take(self, tier: str, nbytes: int) -> bool:
         return self.budgets[tier].free >= nbytes and (tier == "host" or (self.space is not None and self.frames is not None))
@@ -357,6 +400,7 @@ class Engine:
         self.gradients.flush()
         self.device.settle()
         self.slots.settle()
+        check_spent(self.gradients, (self.records[n] for n in hypers if not self.early.opened(self.records[n])))
         table = self.background.hyper()
         for number, fields in hypers.items():
             if self.early.opened(self.records[number]):
@@ -414,7 +458,7 @@ class Engine:
             return
         try:
             self.streamer.close()
-            self.gradients.settle()
+            self.gradients.settle(again=False)
             if self.refresh is not None:
                 self.refresh.settle()
             self.background.finish()

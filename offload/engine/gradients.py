@@ -22,12 +22,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from offload import _core
 from offload.dist.world import World
 from offload.engine.atrest import AtRest
 from offload.engine.chunk_cache import ChunkCache
+from offload.engine.graph import accumulates
 from offload.engine.record import CODES, NORM_BLOCK, Record, Unit
 from offload.engine.reduction import Arrival, Reduction
 from offload.engine.resident import Resident
@@ -44,23 +44,6 @@ _FLT_MAX = torch.finfo(torch.float32).max
 _FP16_OVER = 65520.0  # from here on fp32 rounds to an infinite fp16
 
 
-def expected(records: Iterable[Record]) -> list[int] | None:
-    """The numbers of the trained parameters into which the backward that runs accumulates; None: into none ever, it is autograd.grad."""
-    try:
-        held = [r for r in records if r.trained and r.parameter.requires_grad]
-        return [r.number for r in held if torch._C._will_engine_execute_node(get_gradient_edge(r.parameter).node)]
-    except RuntimeError:
-        return None
-
-
-def accumulates(parameter: torch.Tensor) -> bool:
-    """Whether the backward that runs accumulates into the parameter (and not `autograd.grad`, which only returns)."""
-    try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
-    except RuntimeError:  # it is autograd.grad: torch answers that by raising
-        return False
-
-
 @dataclass
 class _Entry:
     """What is known of one parameter's gradient at rest."""
@@ -70,6 +53,7 @@ class _Entry:
     zeroed: bool = False  # it reads as zeros, which are yet to be stored: an update may still read what is there
     spent: bool = False  # an update took it from memory, and it was not kept
     landing: list[Transfer] = field(default_factory=list)
+    failed: Transfer | None = None  # a landing whose error is raised to whoever needs the gradient, until another takes its place
     collecting: bool = False  # it has come and is not reduced; see [Note: reduction]
     early_task: int = -1
     epoch: int = -1
@@ -96,6 +80,7 @@ class Gradients:
         self.came: Callable[[Record], None] = lambda record: None
         self.takes: Callable[[int, int], bool] = lambda unit, chunk: False  # whether a chunk's update will take it from memory, and nobody else
         self.guard: Callable[[Record, str, bool], None] = lambda record, doing, whole: None  # raises where an update must not see a change
+        self.claim: Callable[[Record], None] = lambda record: None  # makes places that units share the record's unit's, or raises
         self.reduction: Reduction | None = None  # with several ranks
         self._awaited: dict[int, set[int]] = {}
         self._first_chunk = [0]
@@ -214,6 +199,7 @@ class Gradients:
             scale, entry.scale = entry.scale, 1.0
             return Arrival(record, True, scale)
         entry.generation += 1
+        entry.failed = None
         entry.scale, entry.epoch, entry.task = 1.0, self._epoch, torch._C._current_graph_task_id()
         return Arrival(record, False, 1.0)
 
@@ -240,8 +226,9 @@ class Gradients:
             )
         self._check()
         self.guard(record, "a gradient", False)
+        self.claim(record)
         entry = self._entries[record.number]
-        self._settle(entry)
+        self._settle(entry, fresh=True)
         entry.generation += 1
         entry.scale, entry.spent = scale, False
         entry.epoch, entry.task = self._epoch, torch._C._current_graph_task_id()
@@ -262,6 +249,7 @@ class Gradients:
             self.reduction.add(self._arrival(record, True), contribution.held())
             return
         self.guard(record, "a further gradient", False)
+        self.claim(record)
         entry = self._entries[record.number]
         scale, entry.scale = entry.scale, 1.0
         value = contribution.held().contiguous()
@@ -295,7 +283,7 @@ class Gradients:
     def _check_kept(self, record: Record) -> None:
         if self._entries[record.number].spent:
             raise OffloadError(
-                f"the gradient of {record.name} went into its update during the backward and was not kept (start_early(keep_gradients=False)): "
+                f"the gradient of {record.name} went into its update during the backward and was not kept (keep_gradients=False): "
                 "read none after a backward, and call zero_grad() after step(); or keep them"
             )
 
@@ -339,7 +327,7 @@ class Gradients:
         self._check_reduced(record)
         self.guard(record, "writing to the gradient", True)
         entry = self._entries[record.number]
-        self._settle(entry)
+        self._settle(entry, fresh=True)
         stored, entry.scale = self._fitted(value.detach().to("cpu").contiguous())
         entry.spent = False
         self._changed()
@@ -359,15 +347,15 @@ class Gradients:
         self._check_reduced(record)
         self.guard(record, "zeroing the gradient", True)
         entry = self._entries[record.number]
-        self._settle(entry)
+        self._settle(entry, fresh=True)
         entry.scale, entry.zeroed, entry.spent = 1.0, True, False
         self._resident.forget_sums(record)
         record.sums.zero_()
 
-    def settle(self) -> None:
-        """Every landing is done; its error, if any, is raised."""
-        for entry in self._entries.values():
-            self._settle(entry)
+    def settle(self, again: bool = True) -> None:
+        """Every landing is done; its error, if any, is raised, `again` where that was done before and the gradient is still there."""
+        for record in self.records:
+            self._settle(self._entries[record.number], fresh=not again or record.parameter.grad is None)
         self._resident.fetch_sums()
 
     def scale_of(self, record: Record) -> float:
@@ -435,10 +423,17 @@ class Gradients:
         for chunk, _ in record.slices:
             self.let_go(record.unit, chunk)
 
-    def _settle(self, entry: _Entry) -> None:
-        landing, entry.landing = entry.landing, []
-        for transfer in landing:
-            transfer.wait()
+    def _settle(self, entry: _Entry, fresh: bool = False) -> None:
+        """What is under way has landed, or its error is raised; unless another is to be there, a `fresh` start, so is one of before."""
+        entry.failed = None if fresh else entry.failed
+        while entry.landing:
+            try:
+                entry.landing[0].wait()
+            except Exception:
+                entry.failed = entry.failed or entry.landing[0]
+            del entry.landing[0]
+        if entry.failed is not None:
+            entry.failed.wait()
 
     def _pieces(self, record: Record) -> Iterable[tuple[int, int, int, int]]:
         """(chunk, first byte in it, first element of the parameter, end element) of each slice that rests here."""
@@ -521,10 +516,10 @@ class Gradients:
                 self._cache.finish(key)
 
 
-def check_sums(gradients: Gradients) -> None:
-    """OffloadError if this backward would add to a gradient that went into its update and was not kept."""
-    for record in gradients.records:
-        if gradients._entries[record.number].spent and gradients.earlier(record):
+def check_spent(gradients: Gradients, stepped: Iterable[Record] | None = None) -> None:
+    """OffloadError if this backward would add to, or a step of `stepped` would use, a gradient that went into its update and was not kept."""
+    for record in gradients.records if stepped is None else stepped:
+        if gradients._entries[record.number].spent and (stepped is not None or gradients.earlier(record)):
             gradients._check_kept(record)
 
 
@@ -537,10 +532,21 @@ def share(gradients: Gradients, plan_share: Share, dtype: torch.dtype, world: Wo
     return reduction
 
 
-def landed(gradients: Gradients, records: Sequence[Record]) -> bool:
-    """Whether what came has landed. Never waits; raises what went wrong."""
+def spend(gradients: Gradients, records: Iterable[Record]) -> None:
+    """What came of these goes into their updates, or to nobody, and others come in its place."""
+    for record in records:
+        gradients._entries[record.number].spent = True
+
+
+def begun(gradients: Gradients, record: Record) -> bool:
+    """Whether the parameter has a gradient other than the zeros of zero_grad(set_to_none=False)."""
+    return record.parameter.grad is not None and not gradients._entries[record.number].zeroed
+
+
+def landed(gradients: Gradients, records: Sequence[Record], wait: bool = False) -> bool:
+    """Whether what came has landed. Never waits unless it is to; raises what went wrong."""
     entries = [gradients._entries[r.number] for r in records]
-    if any(e.zeroed or not all(t.done for t in e.landing) for e in entries):
+    if not wait and any(e.zeroed or not all(t.done for t in e.landing) for e in entries):
         return False
     for entry in entries:
         gradients._settle(entry)
@@ -557,7 +563,7 @@ def give(gradients: Gradients, unit: int, at_once: Callable[[int, int], bool], s
     `start(unit, lent)`: `lent` has by chunk the address of the gradient, where the update is to take it from; gives what reads there, by chunk.
     """
     cache, shards = gradients._cache, gradients.units[unit].gradients
-    if cache is None:
+    if cache is None or all(shard.memory is not None for shard in shards):
         start(unit, {})
         return True
     if not gradients._lock.acquire(blocking=False):  # something lands, which may wait for a drive

@@ -10,6 +10,7 @@ them. Whoever computes with the parameters, or reads or writes state from the ho
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,21 @@ from offload.planner.layout import Slice
 from offload.transfer.device import Device
 from offload.transfer.kernels import Arrays
 from offload.transfer.queue import Transfer
+
+
+class _Landed:
+    """A landing: whoever needs the gradient is told its error, and nobody else."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
+
+    @property
+    def done(self) -> bool:
+        return self._transfer.done
+
+    def wait(self) -> None:
+        with suppress(Exception):
+            self._transfer.wait()
 
 
 class _Piece(NamedTuple):
@@ -92,7 +108,7 @@ class Resident:
         """Starts work on a parameter's gradient: `run` calls `store` and `scale`."""
         transfer = self._device.work(run, nbytes, f"gradient {record.name}")
         self._landed.pop(record.number, None)
-        self._landed[record.number] = transfer  # last in the order
+        self._landed[record.number] = _Landed(transfer)  # last in the order
         return transfer
 
     def taken(self, value: torch.Tensor) -> torch.Tensor:
@@ -157,7 +173,7 @@ class Resident:
         except BaseException as error:  # every later wait meets it too
             self._error = error
             raise
-        if updated.done:
+        if updated.done and self._updated.get(unit) is updated:  # another thread may have started the next
             self._updated.pop(unit, None)
 
     def ready(self, unit: int) -> bool:

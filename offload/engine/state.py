@@ -330,7 +330,7 @@ class State:
             out = self._empty(part.numel(where.numel), DTYPES[part.dtype], "optimizer")
             return self._assemble(record, "optimizer", self._read_part(record, part.role, where, out) if self._rests(record, where) else out)
         shard, start = self._part(record, part.role, where)
-        if shard.memory is None:
+        if shard.memory is None or not shard.memory.is_cpu:
             return self._read_part(record, part.role, where)
         check_process(shard.owner)
         return shard.memory[start : start + part.nbytes(where.numel)].view(DTYPES[part.dtype])

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, cast
 
 import torch
@@ -181,7 +181,7 @@ class Streamer:
                 self._end_backward()  # a backward that raised
             if not self._calls and torch.is_grad_enabled():
                 self.gradients.new_forward()
-            if self._with_gradients and not torch.is_grad_enabled():
+            if self._with_gradients and not torch.is_grad_enabled() and _within_function():
                 self.early.hidden.update(self.owners[number])
             self.order.computed(self.owners[number])
         self._check(number)
@@ -356,8 +356,13 @@ class Streamer:
             self.slots.device.stalls.computing("backward")
             if _functions_in_backward() > functions:  # it runs inside another one: a custom function's, as reentrant checkpoints are
                 self.gradients.nested_backward()
+                self.early.nested()
             else:
-                self.before_backward()
+                try:
+                    self.before_backward()
+                except BaseException:
+                    self._backward.task = -1  # it is refused: the next one begins anew
+                    raise
             torch.autograd.Variable._execution_engine.queue_callback(_Ending(self._end_backward))
 
     def _enter_backward(self, number: int, rebind: bool, mark: tuple[int, int]) -> None:
@@ -444,9 +449,19 @@ def _inside(top: nn.Module, unit: Unit, units: list[Unit]) -> Iterator[nn.Module
 
 def _functions_in_backward() -> int:
     """How many custom functions are running their backward, one inside another."""
+    return _on_stack(torch.autograd.function.BackwardCFunction.apply.__code__)
+
+
+def _within_function() -> bool:
+    """Whether a custom function is running its forward: what computes without gradients there may compute with them in its backward."""
+    return _on_stack(torch.autograd.Function.apply.__func__.__code__) > 0  # type: ignore[attr-defined]
+
+
+def _on_stack(code: CodeType) -> int:
+    """How many calls of a function of Python's are under way."""
     count, at = 0, cast("FrameType | None", sys._getframe(1))
     while at is not None:
-        count += at.f_code is torch.autograd.function.BackwardCFunction.apply.__code__
+        count += at.f_code is code
         at = at.f_back
     return count
 

@@ -65,6 +65,7 @@ class Runtime:
             "activations": e.plan.activations,
             "activation_bytes": e.plan.activation_bytes,
             "recomputed_units": len(e.plan.recomputed),
+            "passing_units": len(e.passing.units),
             "fetches": e.slots.counters.fetches,
             "prefetch_misses": e.slots.counters.misses + e.activations.counters.misses,
             "skipped": e.skipped,

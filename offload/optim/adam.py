@@ -82,6 +82,8 @@ class Adam(torch.optim.Optimizer):
         applied, and so are all later ones refused. ConfigError for a `closure`.
         """
         loss, engines = None, self._engines()
+        if engines and all(engine.closed for engine in engines):  # and their gradients are gone with them
+            raise OffloadError("the runtime that holds this optimizer's parameters was closed, so there is nothing to step")
         if closure is not None:
             if any(engine.early.accumulate for engine in engines):
                 raise ConfigError('step(closure) runs its backward inside the step; prepare(..., updates="forward") allows it')

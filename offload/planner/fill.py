@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from offload.planner.form import StateForm
 from offload.planner.layout import DTYPE_BYTES, FLOATING, Chunk, UnitLayout, slot_bytes
+from offload.planner.passing import KEPT, shared_bytes
 from offload.planner.share import ALONE, Share
 
 TIERS = ("device", "host", "nvme")
@@ -22,18 +23,24 @@ Runs = tuple[tuple[str, int], ...]  # (tier, chunks) in the order of the chunks
 @dataclass(frozen=True)
 class Sizes:
     """Units as they are cut. By unit: bytes of the parameters at rest and in a slot, whether the device can compute from where they rest, and
-    by role ("gradient", "optimizer") and unit the bytes at which its chunks end, one behind another."""
+    by role ("gradient", "optimizer") and unit the bytes at which its chunks end, one behind another; and its kind (planner/passing.py)."""
 
     parameter: tuple[int, ...]
     slot: tuple[int, ...]
     plain: tuple[bool, ...]
     ends: dict[str, tuple[tuple[int, ...], ...]]
+    kinds: tuple[int, ...]
+
+    @property
+    def shared(self) -> int:
+        """Bytes on the host of the places that gradients pass through."""
+        return shared_bytes(self.kinds, [ends[-1] if ends else 0 for ends in self.ends["gradient"]])
 
     def of(self, units: Sequence[int]) -> Sizes:
         """Those of some units alone."""
         return Sizes(
             _picked(self.parameter, units), _picked(self.slot, units), _picked(self.plain, units),
-            {role: _picked(ends, units) for role, ends in self.ends.items()},
+            {role: _picked(ends, units) for role, ends in self.ends.items()}, _picked(self.kinds, units),
         )  # fmt: skip
 
 
@@ -44,8 +51,9 @@ def _picked(each: Sequence[_T], units: Sequence[int]) -> tuple[_T, ...]:
     return tuple(each[u] for u in units)
 
 
-def sizes_of(layouts: Sequence[UnitLayout], grad: str, form: StateForm, share: Share = ALONE) -> Sizes:
-    """What of them rests on one rank. Parameters that are divided among ranks are gathered in slots, wherever they rest."""
+def sizes_of(layouts: Sequence[UnitLayout], grad: str, form: StateForm, share: Share = ALONE, kinds: Sequence[int] = ()) -> Sizes:
+    """What of them rests on one rank. Parameters that are divided among ranks are gathered in slots, wherever they rest. Without `kinds` no gradient
+    passes."""
     compute = form.compute
 
     def own(unit: UnitLayout, role: str) -> list[Chunk]:
@@ -65,6 +73,7 @@ def sizes_of(layouts: Sequence[UnitLayout], grad: str, form: StateForm, share: S
             "gradient": tuple(ends(u) for u in layouts),
             "optimizer": tuple(tuple(accumulate(form.record_bytes(c.numel) for c in own(u, "optimizer"))) for u in layouts),
         },
+        tuple(kinds) or (KEPT,) * len(layouts),
     )
 
 
@@ -84,11 +93,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes on the device for slots and state at rest, and on the host for state at rest; of what slots leave, 1/`share` is for state at rest."""
+    """Bytes on the device for slots and state at rest, and on the host for state at rest; of what slots leave, 1/`share` is for state at rest, and
+    no more than `resting`."""
 
     device: int
     share: int
     host: int
+    resting: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -132,9 +143,10 @@ def fill(sizes: Sizes, load: Load, room: Room, slots_for: Callable[[Sequence[int
     if load.whole and "device" not in load.place.values():
         return _fill_whole(sizes, load, room, slots_for, in_reach)
     fixed = fixed_bytes(sizes, load)
+    fixed["host"] += sizes.shared
     if fixed["host"] > room.host:
         raise Short("host", fixed["host"])
-    left = Room(room.device - room.share * fixed["device"], room.share, room.host - fixed["host"])
+    left = Room(room.device - room.share * fixed["device"], room.share, room.host - fixed["host"], room.resting - fixed["device"])
     if "parameter" in load.place:
         tiers = (load.place["parameter"],) * len(sizes.parameter)
         slots, full = slots_for(moved(sizes, load, tiers)), 0
@@ -151,11 +163,11 @@ def fill(sizes: Sizes, load: Load, room: Room, slots_for: Callable[[Sequence[int
     if "parameter" not in load.place:
         for tier, nbytes in zip(tiers, sizes.parameter, strict=True):
             taken[tier] += nbytes
-    rest = (room.device - sum(slots)) // room.share if load.rests else 0
+    rest = min((room.device - sum(slots)) // room.share, room.resting) if load.rests else 0
     chunks = _Chunks({"device": rest - taken["device"], "host": room.host - taken["host"]}, full if load.rests else max(full, 1), taken)
-    gradient, state = (
-        tuple(chunks.spread(ends, load.place.get(role)) for ends in sizes.ends[role]) for role in ("gradient", "optimizer")
-    )
+    passing = ["host" if kind != KEPT else None for kind in sizes.kinds]
+    gradient = tuple(chunks.spread(e, p or load.place.get("gradient")) for e, p in zip(sizes.ends["gradient"], passing, strict=True))
+    state = tuple(chunks.spread(ends, load.place.get("optimizer")) for ends in sizes.ends["optimizer"])
     return Filled(tiers, gradient, state, slots, taken)
 
 
@@ -183,6 +195,25 @@ def _fill_whole(
     for u, tier, g, s in zip(others, filled.parameter, filled.gradient, filled.state, strict=True):
         tiers[u], gradient[u], state[u] = tier, g, s
     return Filled(tuple(tiers), tuple(gradient), tuple(state), filled.slots, filled.taken | {"device": upto[len(there)]})
+
+
+def leaving_room(
+    filled: Filled, sizes: Sizes, load: Load, room: Room, slots_for: Callable[[Sequence[int]], tuple[int, ...]], in_reach: bool
+) -> Filled:
+    """`filled`, or where device and host are one memory as much of it on the host as leaves no more on nvme; see [Note: one memory]."""
+    if not (load.rests and load.direct):
+        return filled
+    least = max(fixed_bytes(sizes, load)["device"], filled.taken["device"] + filled.taken["host"] - room.host)
+    whole = max(sizes.parameter, default=0) + max((ends[0] for role in sizes.ends.values() for ends in role if ends), default=0)
+    for resting in (least, least + whole):  # what is not divided may not fill the host to its brim
+        if resting < filled.taken["device"]:
+            try:
+                other = fill(sizes, load, replace(room, resting=resting), slots_for, in_reach)
+            except Short:
+                continue
+            if other is not None and other.taken["nvme"] <= filled.taken["nvme"] and other.taken["device"] < filled.taken["device"]:
+                return other
+    return filled
 
 
 def _all_on_device(ends: Sequence[Sequence[int]]) -> list[Runs]:
@@ -214,7 +245,7 @@ def _parameters(
     def slots_beyond(reach: int) -> tuple[int, ...]:
         return slots_for([sizes.slot[u] for i, u in enumerate(order) if i >= reach or not sizes.plain[u]])
 
-    most = bisect_right(upto, left.device // left.share) - 1 if load.rests else 0
+    most = bisect_right(upto, min(left.device // left.share, left.resting)) - 1 if load.rests else 0
     for first in range(max(0, most), -1, -1):
         end = on_host(first)
         reach = end if load.direct else first
@@ -233,7 +264,7 @@ def _parameters(
 class _Chunks:
     """Places chunks in order, never nearer than one before; `left` is what tiers have left, `taken` counts what rests."""
 
-    def __init__(self, left: dict[str, int], at: int, taken: dict[str, int]) -> None:
+    def __init__(self, left: dict[str, float], at: int, taken: dict[str, int]) -> None:
         self._left: list[float] = [left["device"], left["host"], math.inf]
         self._at, self._taken = at, taken
 

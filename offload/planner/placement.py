@@ -3,7 +3,7 @@
 [Note: placement]
 Whatever is free is taken in one order, hottest role first: parameters (read in every pass; by unit, small ones first), gradients (written
 and read once a step; by chunk), states (once each a step; by chunk). Tiers are filled in one order: device, host, nvme. What comes later
-never rests nearer, so a larger budget never moves anything farther away.
+never rests nearer, so a larger budget never moves anything farther away (see [Note: one memory]).
 What the run holds besides could undo that: a larger budget also affords more slots and larger staging buffers. So each way to hold them
 serves a range of budgets, above which it uses no more than the range's end; of all ways the one that leaves least on nvme is taken, the
 ampler where they are equal. A plan depends on the nvme budget only in whether what rests there fits.
@@ -13,6 +13,11 @@ Where the host cannot work on device memory nor the device on the host's (`rests
 a unit rests there with its parameters, gradients and state or with nothing: small units first, of equal ones those that a forward uses first, since a
 backward needs them last and the next forward would wait for their updates. All other units are placed as said above, on host and nvme. With several
 ranks none rests there: what is gathered and reduced would have to be in the order of the device's work.
+
+[Note: one memory]
+On `cpu` the device's budget and the host's are parts of one memory, and what rests in either is as near. There what need not rest on the device,
+for there to be no more on nvme, rests on the host: what the device has left keeps more units' activations, and the pages that compute has freed
+for what it allocates next.
 
 [Note: kept units]
 Where the treatment is the planner's to choose and not everything can be kept, what the device has left keeps the activations of as many units as fit,
@@ -31,9 +36,11 @@ from offload.config import Precision
 from offload.errors import ConfigError, PlanError
 from offload.planner import demand
 from offload.planner.boundaries import AWAY, STAY, UNKNOWN_SHARE, Boundaries, boundaries, modes
-from offload.planner.fill import ROLES, TIERS, Filled, Load, Room, Runs, Short, Sizes, fill, fixed_bytes, moved, sizes_of
+from offload.planner.fill import ROLES, TIERS, Filled, Room, Runs, Short, Sizes, fill, fixed_bytes, leaving_room, moved, sizes_of
 from offload.planner.form import StateForm
 from offload.planner.layout import DTYPE_BYTES, Chunk, UnitLayout, UnitSpec, lay_out_all, round_up
+from offload.planner.passing import KEPT, kinds, places
+from offload.planner.request import Capacities, Request
 from offload.planner.share import ABSENT, ALONE, Share
 from offload.planner.staging import Staging, share_out
 
@@ -46,29 +53,11 @@ FLIGHT = 4  # gradients of the largest size that may be in flight at once, where
 
 
 @dataclass(frozen=True)
-class Capacities:
-    """Budgets in bytes. `rests`: state may rest in device memory and be updated there. `direct`: the device computes from host memory.
-
-    `drives` divides the nvme budget, where there are several: no shard is divided between them.
-    """
-
-    device: int
-    host: int
-    nvme: int
-    rests: bool
-    direct: bool
-    drives: tuple[int, ...] = ()
-
-    @property
-    def by_tier(self) -> dict[str, int]:
-        return {"device": self.device, "host": self.host, "nvme": self.nvme}
-
-
-@dataclass(frozen=True)
 class Plan:
     """What goes where. Tiers by unit (parameters) and by unit and chunk of its trained flat (gradients, states); sizes in bytes.
 
     `share`: the rank that it is for; ABSENT is in place of the tiers of what rests on others. `moves`: the dtype in which gradients are reduced.
+    `places`: by unit, the one in whose places its gradients land (planner/passing.py); empty: each has its own.
     """
 
     layouts: tuple[UnitLayout, ...]
@@ -88,13 +77,24 @@ class Plan:
     budgets: dict[str, int]
     boundaries: Boundaries = STAY
     kept: int = 0  # of the repeated units, how many, the last ones, keep their activations though others do not
-    request: _Request | None = field(default=None, compare=False)  # what it was asked to hold
+    request: Request | None = field(default=None, compare=False)  # what it was asked to hold
     share: Share = ALONE
     moves: str = "fp32"
+    places: tuple[int, ...] = ()
 
     @property
     def compute(self) -> str:
         return self.form.compute
+
+    @cached_property
+    def passing(self) -> frozenset[int]:
+        """The units whose gradients share places with those of others."""
+        shared = {place for unit, place in enumerate(self.places) if place != unit}
+        return frozenset(unit for unit, place in enumerate(self.places) if place in shared)
+
+    def borrows(self, unit: int) -> bool:
+        """Whether the unit's gradients land in the places of another."""
+        return bool(self.places) and self.places[unit] != unit
 
     @property
     def peak_bytes(self) -> dict[str, int]:
@@ -149,25 +149,26 @@ class Plan:
 
     @property
     def state_bytes(self) -> int:
-        """Parameters, gradients, masters and moments, without padding."""
+        """Parameters, gradients that have a place, masters and moments, without padding."""
         total = 0
-        for unit in self.layouts:
+        for u, unit in enumerate(self.layouts):
             for p in unit.spec.parameters:
                 kept = DTYPE_BYTES[self.compute] if p.trained else DTYPE_BYTES[p.dtype]
-                total += p.numel * kept + (p.numel * DTYPE_BYTES[self.grad] + self.form.nbytes(p.numel) if p.trained else 0)
+                gradient = 0 if self.borrows(u) else p.numel * DTYPE_BYTES[self.grad]
+                total += p.numel * kept + (gradient + self.form.nbytes(p.numel) if p.trained else 0)
         return total
 
     @property
     def state_bytes_per_rank(self) -> int:
         """Of these, what rests on this rank."""
         share, total = self.share, 0
-        for unit in self.layouts:
+        for u, unit in enumerate(self.layouts):
             for flat in unit.flats:
                 for index in flat.parameters:
                     n = unit.spec.parameters[index].numel
                     total += share.numel(flat, index, n, "parameter") * DTYPE_BYTES[flat.dtype]
                     if flat.trained:
-                        total += share.numel(flat, index, n, "gradient") * DTYPE_BYTES[self.grad]
+                        total += 0 if self.borrows(u) else share.numel(flat, index, n, "gradient") * DTYPE_BYTES[self.grad]
                         total += self.form.nbytes(share.numel(flat, index, n, "optimizer"))
         return total
 
@@ -205,7 +206,7 @@ class Plan:
         for u, unit in enumerate(self.layouts):
             out["parameter"][self.parameter[u]] += sum(self.share.parameter_bytes(f) for f in unit.flats)
             for i, chunk in enumerate(chunks_of(unit)):
-                if self.gradient[u][i] != ABSENT:
+                if self.gradient[u][i] != ABSENT and not self.borrows(u):
                     out["gradient"][self.gradient[u][i]] += gradient_chunk_bytes(chunk, self.grad)
                 if self.state[u][i] != ABSENT:
                     out["optimizer"][self.state[u][i]] += self.form.record_bytes(chunk.numel)
@@ -255,57 +256,6 @@ def nvme_extents(plan: Plan) -> Iterator[int]:
 
 
 @dataclass(frozen=True)
-class _Request:
-    units: tuple[UnitSpec, ...]
-    capacities: Capacities
-    form: StateForm
-    grad: str
-    place: dict[str, str]
-    activations: str
-    batch: demand.Batch | None
-    kept: int = 0  # at the least, where not all are
-    part: Share = ALONE
-    moves: str = "fp32"
-
-    @property
-    def compute(self) -> str:
-        return self.form.compute
-
-    @cached_property
-    def reduction(self) -> int:
-        return demand.reduction_bytes(self.units, self.moves, self.part.ranks)
-
-    @cached_property
-    def load(self) -> Load:
-        return Load(self.place, self.capacities.rests, self.capacities.direct)
-
-    @cached_property
-    def role_bytes(self) -> dict[str, int]:
-        """Bytes of each role without padding, of which this rank has its part."""
-        sizes = [p.numel for u in self.units for p in u.parameters if p.trained]
-        trained = sum(sizes)
-        frozen = sum(p.numel * DTYPE_BYTES[p.dtype] for u in self.units for p in u.parameters if not p.trained)
-        whole = {
-            "parameter": trained * DTYPE_BYTES[self.compute] + frozen,
-            "gradient": trained * DTYPE_BYTES[self.grad],
-            "optimizer": sum(self.form.nbytes(n) for n in sizes),
-        }
-        return {role: n // self.part.ranks if self.part.divides(role) else n for role, n in whole.items()}
-
-    def fixed(self, tier: str) -> int:
-        return sum(n for role, n in self.role_bytes.items() if self.place.get(role) == tier)
-
-    @property
-    def share(self) -> int:
-        """Half of what the device has beside slots waits for the activations of a batch that is not known yet."""
-        return 1 if self.batch is not None else 2
-
-    @cached_property
-    def at_once(self) -> int:
-        return demand.bound_at_once(self.units)
-
-
-@dataclass(frozen=True)
 class _Staging:
     """How traffic with nvme is staged (no frames: there is none), and what this way may use of the host: its buffers and state at rest."""
 
@@ -349,7 +299,7 @@ def check_place(place: dict[str, str] | None, capacities: Capacities) -> dict[st
     return dict(place or {})
 
 
-def _stagings(request: _Request, host: int) -> list[_Staging]:
+def _stagings(request: Request, host: int) -> list[_Staging]:
     """The ways to stage within so much of the host, ampler first: none at all, then with buffers."""
     fixed = request.fixed("host")
     beside = 4 + DTYPE_BYTES[request.compute]  # an element's gradient, as a sum in fp32, and parameter
@@ -371,7 +321,7 @@ def _stagings(request: _Request, host: int) -> list[_Staging]:
 class _Search:
     """The best of all ways to hold slots and staging."""
 
-    def __init__(self, request: _Request) -> None:
+    def __init__(self, request: Request) -> None:
         self._request = request
         self._cuts: dict[int, tuple[tuple[UnitLayout, ...], Sizes]] = {}
         self.best: tuple[_Staging, str, demand.Working, Filled] | None = None
@@ -401,17 +351,23 @@ class _Search:
                 self.refusals.append(self._refusal(Short("host", request.fixed("host")), staging, work))
                 continue
             least = max(request.fixed("nvme"), sum(request.role_bytes.values()) - resting_most - host)
-            if least < self._nvme() and (staging.frames or not least):
+            if least < self.on_nvme and (staging.frames or not least):
                 self._try(staging, mode, work)
 
-    def _nvme(self) -> float:
+    @property
+    def on_nvme(self) -> float:
+        """Bytes that the best way leaves there."""
         return self.best[3].taken["nvme"] if self.best is not None else math.inf
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        return self._request.kinds
 
     def cut(self, chunk: int) -> tuple[tuple[UnitLayout, ...], Sizes]:
         if chunk not in self._cuts:
             request = self._request
             layouts = lay_out_all(request.units, request.compute, chunk, request.part.ranks)
-            self._cuts[chunk] = layouts, sizes_of(layouts, request.grad, request.form, request.part)
+            self._cuts[chunk] = layouts, sizes_of(layouts, request.grad, request.form, request.part, request.kinds)
         return self._cuts[chunk]
 
     def _try(self, staging: _Staging, mode: str, work: demand.Working) -> bool:
@@ -419,14 +375,15 @@ class _Search:
         request, (_, sizes) = self._request, self.cut(staging.chunk)
         possible = False
         for slots_for, most, in_reach in self._slot_ways(sizes, request.capacities.device - work.total):
+            room = Room(most, request.share, staging.host - staging.nbytes)
             try:
-                filled = fill(sizes, request.load, Room(most, request.share, staging.host - staging.nbytes), slots_for, in_reach)
+                filled = fill(sizes, request.load, room, slots_for, in_reach)
             except Short as short:
                 self.refusals.append(self._refusal(short, staging, work))
                 continue
             possible = possible or filled is not None
-            if filled is not None and filled.taken["nvme"] < self._nvme() and (staging.frames or not filled.taken["nvme"]):
-                self.best = staging, mode, work, filled
+            if filled is not None and filled.taken["nvme"] < self.on_nvme and (staging.frames or not filled.taken["nvme"]):
+                self.best = staging, mode, work, leaving_room(filled, sizes, request.load, room, slots_for, in_reach)
         return possible
 
     def _slot_ways(self, sizes: Sizes, left: int) -> Iterator[tuple[Callable[[Sequence[int]], tuple[int, ...]], int, bool]]:
@@ -463,10 +420,12 @@ def plan_units(
     activations: str = "auto",
     accumulate: int = 1,
     share: Share = ALONE,
+    keep_gradients: bool = True,
 ) -> Plan:
     """The plan for these units under these budgets; PlanError says which tier is short, of what, by how much, and three ways out.
 
     `share`: the rank and stage that it is for; budgets are that rank's. All ranks' plans are alike but for which chunks are theirs.
+    Without `keep_gradients`, those of units alike may pass through places that they share, where that leaves less on nvme.
     """
     if share.ranks > 1 and not capacities.direct:
         if "device" in (place or {}).values():
@@ -474,7 +433,12 @@ def plan_units(
         capacities = replace(capacities, rests=False)
     grad, moves = "fp32" if accumulate > 1 else precision.grad, "fp32" if precision.grad == "fp16" else precision.grad  # sums of fp16 overflow
     place, form = check_place(place, capacities), StateForm.of(precision)
-    return _plan(_Request(tuple(units), capacities, form, grad, place, activations, batch, part=share, moves=moves))
+    may_pass = not keep_gradients and accumulate == 1 and share.ranks == 1 and "gradient" not in place
+    return _plan(
+        Request(
+            tuple(units), capacities, form, grad, place, activations, batch, part=share, moves=moves, kinds=kinds(units) if may_pass else ()
+        )
+    )
 
 
 def keeping(plan: Plan, kept: int) -> Plan:
@@ -485,16 +449,31 @@ def keeping(plan: Plan, kept: int) -> Plan:
     return _plan(replace(plan.request, kept=kept))
 
 
-def _plan(request: _Request) -> Plan:
-    capacities, activations, batch, share = request.capacities, request.activations, request.batch, request.part
+def keeping_gradients(plan: Plan) -> Plan:
+    """What would go where if every gradient had a place of its own; as `plan_units` does."""
+    assert plan.request is not None
+    return _plan(replace(plan.request, kinds=()))
+
+
+def _searched(request: Request) -> _Search:
     search = _Search(request)
-    for mode in modes(activations, capacities.nvme):
+    for mode in modes(request.activations, request.capacities.nvme):
         if (search.best is None or mode not in AWAY) and not (request.kept and mode == "keep"):
             search.run(mode)
+    return search
+
+
+def _plan(request: Request) -> Plan:
+    capacities, activations, batch, share = request.capacities, request.activations, request.batch, request.part
+    search = _searched(replace(request, kinds=()))
+    if search.on_nvme and max(request.kinds, default=KEPT) != KEPT:
+        passing = _searched(request)
+        search = passing if passing.on_nvme < search.on_nvme else search
     if search.best is None:
         have = capacities.by_tier
         raise PlanError(_explain(request, min(search.refusals, key=lambda r: r.need - have[r.tier])))
     staging, mode, work, filled = search.best
+    passes = [k if filled.parameter[u] != "device" or capacities.direct else KEPT for u, k in enumerate(search.kinds)]
     layouts = search.cut(staging.chunk)[0]
     plan = Plan(
         layouts=layouts, form=request.form, grad=request.grad, parameter=filled.parameter,
@@ -502,7 +481,7 @@ def _plan(request: _Request) -> Plan:
         slots=filled.slots, frames=staging.frames, frame_bytes=staging.frame_bytes, activations=mode, asked=activations, batch=batch,
         working=work, resting=filled.taken, budgets=capacities.by_tier,
         boundaries=boundaries(request.units, batch, request.compute, mode, request.kept), kept=request.kept, request=request,
-        share=share, moves=request.moves,
+        share=share, moves=request.moves, places=places(passes) if any(k != KEPT for k in passes) else (),
     )  # fmt: skip
     unplaced = _unplaced(plan, capacities)
     if unplaced:
@@ -543,7 +522,7 @@ def _with_flight(plan: Plan, capacities: Capacities) -> Plan:
     return replace(plan, working=replace(work, gradients=work.gradients + spare, in_flight=work.in_flight + spare))
 
 
-def _explain(request: _Request, short: _Refusal) -> str:
+def _explain(request: Request, short: _Refusal) -> str:
     cap, work = request.capacities, short.work
     have = cap.by_tier
     if short.tier == "device":

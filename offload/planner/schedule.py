@@ -5,9 +5,9 @@ Updates come in the order in which a forward uses parameters: `update_order`. Fr
 gradients aside, is read, as many as there are buffers: `read_early`. step() waits for every gradient, as the norm needs them all. With `early` units
 those whose gradients come first are updated before all others, each as soon as its gradients are at rest and its backward is over; what others
 need is then read as buffers come free, without waiting for step(). Of these, updates that had a buffer from the start take their gradients from where
-they landed (`taken`): they are never written. A unit's forward
-waits for its own updates; its gradients wait for the updates that read the last ones; a read waits for the write-back of the chunk that had the
-buffer before.
+they landed (`taken`): they are never written. Units whose gradients pass are early in any case (`least_early`), and wait for the updates that read
+from the places which they share. A unit's forward waits for its own updates; its gradients wait for the updates that read the last ones; a read waits
+for the write-back of the chunk that had the buffer before.
 """
 
 from __future__ import annotations
@@ -121,9 +121,15 @@ def _needs_buffer(plan: Plan, place: Place) -> bool:
     return "nvme" in (plan.state[unit][chunk], plan.gradient[unit][chunk], plan.parameter[unit])
 
 
+def least_early(plan: Plan, forward: Sequence[int]) -> int:
+    """How many units are updated during the backward at the least: down to the last whose gradients pass."""
+    return max((n for n, unit in enumerate(reversed(forward), 1) if unit in plan.passing), default=0)
+
+
 def taken(plan: Plan, forward: Sequence[int], early: int) -> frozenset[Place]:
     """Chunks whose gradients would rest on nvme but are taken by their updates, `early` units', from the staging where they landed: of each
     unit as many as that holds."""
+    early = max(early, least_early(plan, forward))
     order = unit_order(forward, early)
     ahead, left = read_early(update_order([len(chunks_of(u)) for u in plan.layouts], order), plan), max(1, plan.staging.parts - 1)
     return frozenset((u, c) for u, c in ahead if u in order[:early] and c < left and plan.gradient[u][c] == "nvme")
@@ -150,6 +156,8 @@ class _Builder:
         self._landed: list[int] = []
         self._visits: list[int] = []  # of this step
         self._record_bytes = cache(plan.form.record_bytes)
+        self._over: dict[int, int] = {}  # by unit whose gradients pass, what ends its updates
+        self._users: dict[int, int] = {}  # by place, the unit whose gradients were there last
         self._left: dict[int, list[int]] = {}  # by unit, what ends the way out of its boundary
 
     def task(self, kind: str, unit: int, chunk: int, lane: str, seconds: float, after: list[int], staging: int = 0, early: bool = False) -> int:
@@ -175,6 +183,9 @@ class _Builder:
                 for c in range(len(chunks_of(self.plan.layouts[unit]))):
                     if self.plan.state[unit][c] != ABSENT:
                         self._update((unit, c), [over], start, True)
+                if unit in self.plan.passing:
+                    updates = [self._updated[unit, c][0] for c in range(len(chunks_of(self.plan.layouts[unit])))]
+                    self._over[unit] = self.timeline.add("over", 0.0, updates)
         end = self.task("step", -1, -1, "compute", 0.0, [*self._compute, *self._landed])
         self.steps.append(end)
         self._compute, self._landed = [end], []
@@ -190,6 +201,8 @@ class _Builder:
             after.append(self._fetch(unit))
         if phase == "backward" and unit in self._left:
             after += self._boundary(unit, self._left.pop(unit), ("nvme_read", "h2d"))
+        if phase == "backward" and self.direct:
+            after += self._readers(unit)  # it is compute's thread that waits
         seconds = self.work[unit].forward if phase == "forward" else self.work[unit].backward
         task = self.task(phase, unit, -1, "compute", seconds, after)
         if phase == "forward" and any(self.plan.boundaries.sizes[unit : unit + 1]):
@@ -229,9 +242,16 @@ class _Builder:
         """How many visits before its own a unit of so many bytes is fetched: one slot is in use, and none much larger is taken ahead of need."""
         return min(AHEAD, max(1, sum(nbytes <= slot <= 2 * nbytes for slot in self.plan.slots) - 1))
 
+    def _readers(self, unit: int) -> list[int]:
+        """What ends the updates that read from the places that the unit shares."""
+        before = self._users.get(self.plan.places[unit]) if unit in self.plan.passing else None
+        return [self._over[before]] if before is not None else []
+
     def _gradients(self, unit: int) -> list[int]:
         """A unit's gradients leave the device, and go where they rest once the last update has read what was there."""
-        plan, sent, first = self.plan, self._compute, len(self._landed)
+        plan, sent, first = self.plan, [*self._compute, *self._readers(unit)], len(self._landed)
+        if unit in plan.passing:
+            self._users[plan.places[unit]] = unit
         for c, chunk in enumerate(chunks_of(plan.layouts[unit])):
             if plan.gradient[unit][c] == ABSENT:
                 continue
@@ -295,7 +315,7 @@ class _Builder:
 def schedule(plan: Plan, forward: Sequence[int], speeds: Speeds, work: Sequence[Work], direct: bool = False, early: int = 0) -> Schedule:
     """The steady step of a plan: `forward` has every unit in the order of use, `work` each unit's compute by number; `direct` as in Capacities;
     `early` units are updated during the backward."""
-    build = _Builder(plan, forward, speeds, work, direct, early)
+    build = _Builder(plan, forward, speeds, work, direct, max(early, least_early(plan, forward)))
     for _ in range(STEPS):
         build.step()
     time = build.timeline
@@ -312,6 +332,7 @@ def schedule(plan: Plan, forward: Sequence[int], speeds: Speeds, work: Sequence[
 
 def choose_early(plan: Plan, forward: Sequence[int], speeds: Speeds, work: Sequence[Work], direct: bool = False) -> int:
     """How many units, those whose gradients come first, are best updated during the backward: the fewest of those tried that take least time."""
-    tried = sorted({len(forward) * i // TRIED for i in range(TRIED + 1)})
+    least = least_early(plan, forward)
+    tried = sorted({max(least, len(forward) * i // TRIED) for i in range(TRIED + 1)})
     seconds = {n: schedule(plan, forward, speeds, work, direct, n).seconds for n in tried}
     return next(n for n in tried if seconds[n] <= (1 + LEAST_GAIN) * min(seconds.values()))

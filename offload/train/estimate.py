@@ -28,7 +28,7 @@ from offload.observe import adam, measure, profile
 from offload.observe.compute import calls_of, compute_seconds, timed
 from offload.planner import cost
 from offload.planner.cost import Compute, Rates, Traffic
-from offload.planner.placement import Plan, keeping
+from offload.planner.placement import Plan, keeping, keeping_gradients
 from offload.planner.schedule import LEAST_GAIN, TRIED, Speeds, Work, choose_early, schedule, taken
 from offload.train import loss, model
 
@@ -64,10 +64,27 @@ class Estimate:
         return choose_early(plan, self.order, speeds, work, direct)
 
     def fastest(self, planned: Plan, *, direct: bool, accumulate: int, early: bool) -> Plan:
-        """Of plans that keep more and more units' activations, the first that takes no longer than any; see [Note: kept units] in the planner.
+        """Of plans that keep more and more units' activations, the first that takes no longer than any; see [Note: kept units] in the planner. Of one
+        whose gradients pass, and the one like it that keeps them where that fits, the shorter.
 
         `early`: updates may run during the backward. A plan whose activations were not for the planner to choose stays as it is.
         """
+        chosen = self._fastest_kept(planned, direct, accumulate, early)
+        if not chosen.passing:
+            return chosen
+        try:
+            other = keeping_gradients(chosen)
+        except PlanError:
+            return chosen
+        passing, kept = (self._seconds(plan, direct, accumulate, early) for plan in (chosen, other))
+        return other if passing > (1 + LEAST_GAIN) * kept else chosen
+
+    def _seconds(self, plan: Plan, direct: bool, accumulate: int, early: bool) -> float:
+        """Of a step whose updates are early as far as that pays, if they may be."""
+        units = self.early(plan, direct=direct, accumulate=accumulate) if early else 0
+        return self.predicted(plan, direct=direct, accumulate=accumulate, early=units)
+
+    def _fastest_kept(self, planned: Plan, direct: bool, accumulate: int, early: bool) -> Plan:
         if planned.asked != "auto" or not planned.recomputed:
             return planned
         repeated = planned.kept + len(planned.recomputed)
@@ -79,8 +96,7 @@ class Estimate:
                 break
             if plan.activations not in (planned.activations, "keep"):
                 continue  # it fits by sending the others' inputs away, whose copies on a CPU no link accounts for
-            units = self.early(plan, direct=direct, accumulate=accumulate) if early else 0
-            seconds.append((plan, self.predicted(plan, direct=direct, accumulate=accumulate, early=units)))
+            seconds.append((plan, self._seconds(plan, direct, accumulate, early)))
         least = min(s for _, s in seconds)
         return next(plan for plan, s in seconds if s <= (1 + LEAST_GAIN) * least)
 
@@ -200,9 +216,11 @@ def _update_rate(precision: Precision, room: int, local_ranks: int) -> float:
 def estimate(model_config: Any, config: RunConfig, plan: Plan, in_chunks: bool, device: torch.device, local_ranks: int = 1) -> Estimate:
     """Measures compute, and what the machine's profile does not have, in the memory that the plan will take."""
     room = plan.peak_bytes["host"] + (config.tiers.device if device.type != "cuda" else 0)
+    _core.keep_freed(device.type != "cuda" and plan.surge_bytes is not None)  # as the run will: page faults are a fifth of a unit's compute
     try:
         units, order = model_compute(model_config, config, in_chunks, device)
         return Estimate(units, order, machine_rates(config.tiers_value(), config.precision_value(), device, room, local_ranks))
     finally:
         gc.collect()  # a traced model is full of cycles
+        _core.keep_freed(False)
         _core.trim()

@@ -100,6 +100,11 @@ def planned_batch(config: Any, sequences: int, tokens: int, in_chunks: bool) -> 
     return Batch(sequences, tokens, loss.planned_tokens(width, LOGIT_BYTES) if in_chunks else None)
 
 
+def passes(config: RunConfig, ranks: int) -> bool:
+    """Whether a gradient is for its update alone, which can start under the backward: a run reads none."""
+    return config.updates_value(ranks) == "backward" and config.data.accumulate == 1
+
+
 def plan(model_config: Any, config: RunConfig, device: str, in_chunks: bool, *, ranks: int = 1, rank: int = 0) -> Plan:
     """What of a run goes where on a device, its loss `in_chunks` or not; of several ranks on one of them. PlanError where it does not fit."""
     return offload.plan(
@@ -114,6 +119,7 @@ def plan(model_config: Any, config: RunConfig, device: str, in_chunks: bool, *, 
         ranks=ranks,
         rank=rank,
         stage=config.train.stage,
+        keep_gradients=not passes(config, ranks),
     )
 
 

@@ -105,8 +105,8 @@ class CudaDevice(Device):
             self._copy_in.synchronize()  # the staging buffer is used again
 
         def run() -> None:
-            ready()
             with torch.cuda.stream(self._copy_in):
+                ready()  # an update on the device is waited for by the stream that copies what it made
                 self._copy_in.wait_event(free)
                 for copy in copies:
                     if copy.shard.memory is not None:

@@ -50,6 +50,7 @@ class NoCase:
 
 WAY_BACK = rf"--resume \S+ goes on from {NEWEST}\n"
 CHECK = r"check the drive \(dmesg, smartctl -a\) or use another directory$"
+HALF = r"(\. An update failed by it, so a step may be applied in part: this model can only be closed; go on from a checkpoint)?$"
 FREE = "free space there, give it less or use another directory$"
 FULL, BROKEN, SEALED = r"No space left on device \(ENOSPC\)", r"Input/output error \(EIO\)", r"Read-only file system \(EROFS\)"
 NO_ROOM = r"error: cannot write {}: No space left on device; make room there or mend it"
@@ -62,6 +63,7 @@ LIVE = r"error: \S+/out: a run is live there \(process {pid}\); give another --o
 
 
 def swap_error(side: str, said: str, way: str = CHECK) -> tuple[str, ...]:
+    way = way.removesuffix("$") + HALF
     return (rf"error: {side} of \d+ bytes at offset \d+ of \S+/state\.swap failed: {said}; {way}", WAY_BACK)
 
 
