@@ -7,7 +7,7 @@ import itertools
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import xxhash
 import offload
 from checkpoints import digest, steps, trained
 from helpers import Prepared
-from offload.checkpoint import blocks, disk
+from offload.checkpoint import blocks, disk, save
 from offload.checkpoint.manifest import Manifest, verify
 from offload.errors import CheckpointError
 
@@ -31,7 +31,7 @@ def prepared(tmp_path: Path) -> Iterator[Prepared]:
 @pytest.fixture
 def direct(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file of some bytes counts as large, and blocks are small."""
-    monkeypatch.setattr(blocks, "FILE_LEAST", 1)
+    monkeypatch.setattr(save, "FILE_LEAST", 1)
     monkeypatch.setattr(blocks, "block_bytes", lambda room: 8192)
 
 
@@ -47,19 +47,31 @@ def cut(nbytes: int, seed: int) -> list[bytes]:
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 8192, 4 * 8192, 300_001])
 def test_any_parts_of_any_size(tmp_path: Path, direct: None, nbytes: int) -> None:
     parts = cut(nbytes, nbytes)
-    file = disk.create_direct(tmp_path / "x")
-    assert file is not None
-    with file:
-        assert blocks.write_blocks(file, parts, 8192) == (nbytes, xxhash.xxh3_128_hexdigest(b"".join(parts)))
-    assert (tmp_path / "x").read_bytes() == b"".join(parts)
+    (tmp_path / "spare").write_bytes(b"x" * 100_000)
+    for where, take in ((tmp_path / "x", lambda path: False), (tmp_path / "y", taken(tmp_path / "spare"))):
+        with disk.create_large(where, nbytes, take) as file:
+            assert blocks.write_blocks(file, map(blocks.given, parts), 8192) == (nbytes, xxhash.xxh3_128_hexdigest(b"".join(parts)))
+        assert where.read_bytes() == b"".join(parts)
+    assert not (tmp_path / "spare").exists()
+
+
+def taken(spare: Path) -> Callable[[Path], bool]:
+    """A file that is there is the one to write over."""
+
+    def take(path: Path) -> bool:
+        spare.rename(path)
+        return True
+
+    return take
 
 
 def test_a_large_file_is_as_any_other(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("host", "nvme"):
-        model, optimizer = trained(prepared, 2, place)
+    split = offload.Precision(master="split", moments="int8")
+    for place, over in (("host", {}), ("nvme", {}), ("host", {"precision": split}), ("nvme", {"precision": split})):
+        model, optimizer = trained(prepared, 2, place, **over)
         offload.save(tmp_path / "small", model, optimizer, "x")
         with monkeypatch.context() as patch:
-            patch.setattr(blocks, "FILE_LEAST", 1)
+            patch.setattr(save, "FILE_LEAST", 1)
             patch.setattr(blocks, "block_bytes", lambda room: 4096)
             offload.save(tmp_path / "large", model, optimizer, "x")
         verify(tmp_path / "large")
@@ -72,7 +84,7 @@ def test_a_large_file_is_as_any_other(prepared: Prepared, tmp_path: Path, monkey
 
 def test_without_direct_writes(tmp_path: Path, direct: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that refuses them when the file is made, or only when it is written."""
-    parts, open_, write = cut(100_000, 1), os.open, disk.write
+    parts, open_, pwrite = cut(100_000, 1), os.open, os.pwrite
 
     def refusing(path: Any, flags: int, *rest: Any, **named: Any) -> int:
         descriptor = open_(path, flags, *rest, **named)
@@ -81,40 +93,40 @@ def test_without_direct_writes(tmp_path: Path, direct: None, monkeypatch: pytest
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return descriptor
 
-    def late(file: Any, data: Any) -> None:
-        if file.fileno() not in buffered:
+    def late(descriptor: int, data: Any, at: int) -> int:
+        if descriptor not in buffered:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        write(file, data)
+        return pwrite(descriptor, data[:5000], at)  # as little as it likes
 
     def through_cache(file: Any) -> None:
         buffered.add(file.fileno())
         through(file)
 
     buffered, through = set[int](), disk.through_cache
-    for patches in ({(disk.os, "open"): refusing}, {(disk, "write"): late, (disk, "through_cache"): through_cache}):
+    for patches in ({(disk.os, "open"): refusing}, {(disk.os, "pwrite"): late, (disk, "through_cache"): through_cache}):
         where = tmp_path / str(len(patches))
         where.mkdir()
         with monkeypatch.context() as patch:
             for (module, name), value in patches.items():
                 patch.setattr(module, name, value)
             manifest = Manifest()
-            manifest.add(where, "tensors.safetensors", parts, 100_000)
+            manifest.add_large(where, "tensors.safetensors", map(blocks.given, parts), 100_000, 0, lambda path: False)
         assert (where / "tensors.safetensors").read_bytes() == b"".join(parts)
         assert manifest.files["tensors.safetensors"].xxh3_128 == xxhash.xxh3_128_hexdigest(b"".join(parts))
 
 
-@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_drive_that_fails(prepared: Prepared, tmp_path: Path, direct: None, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     model, optimizer = trained(prepared, 1)
     offload.save(tmp_path / "at", model, optimizer, "first")
-    threads, count, write = threading.active_count(), itertools.count(), disk.write
+    threads, count, write = threading.active_count(), itertools.count(), disk.write_at
 
     def fail(*args: Any) -> None:
         if next(count) == at:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(*args)
 
-    monkeypatch.setattr(disk, "write", fail)
+    monkeypatch.setattr(disk, "write_at", fail)
     with pytest.raises(CheckpointError, match=r"cannot save to .*No space left.*Make room"):
         offload.save(tmp_path / "at", model, optimizer, "second")
     monkeypatch.undo()
@@ -122,18 +134,36 @@ def test_a_drive_that_fails(prepared: Prepared, tmp_path: Path, direct: None, mo
     assert offload.load(tmp_path / "at", model, optimizer) == "first"
 
 
+def test_no_block_is_begun_after_one_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, write = itertools.count(), disk.write_at
+
+    def fail(file: Any, data: memoryview, at: int) -> None:
+        if next(count) >= 5:
+            raise OSError(errno.EIO, str(at))
+        write(file, data, at)
+
+    monkeypatch.setattr(disk, "write_at", fail)
+    with disk.create_large(tmp_path / "x", 1 << 20) as file, pytest.raises(OSError) as raised:
+        blocks.write_blocks(file, [blocks.given(bytes(1 << 20))], 4096)
+    assert next(count) <= 6 + blocks.WRITERS and 5 - blocks.WRITERS < int(raised.value.strerror) // 4096 <= 5
+
+
 def test_a_part_that_cannot_be_made(tmp_path: Path, direct: None) -> None:
-    def parts() -> Iterator[bytes]:
-        yield bytes(100_000)
+    def fail(at: int, out: memoryview, beside: memoryview) -> Callable[[], object]:
         raise ZeroDivisionError
 
-    threads = threading.active_count()
-    with pytest.raises(ZeroDivisionError):
-        Manifest().add(tmp_path, "tensors.safetensors", parts(), 200_000)
-    assert threading.active_count() == threads
+    def late() -> Iterator[blocks.Part]:
+        yield blocks.given(bytes(100_000))
+        raise ZeroDivisionError
+
+    for name, parts in (("a", late()), ("b", [blocks.given(bytes(100_000)), blocks.Part(100_000, fail)])):
+        threads = threading.active_count()
+        with pytest.raises(ZeroDivisionError):
+            Manifest().add_large(tmp_path, name, parts, 200_000, 0, lambda path: False)
+        assert threading.active_count() == threads
 
 
 def test_blocks_keep_within_their_room() -> None:
     for room in (0, 1 << 20, 10 << 20, 1 << 30):
         block = blocks.block_bytes(room)
-        assert block % blocks.PAGE == 0 and (block * blocks.COUNT <= max(room // 2, blocks.COUNT * blocks.LEAST))
+        assert block % blocks.PAGE == 0 and (2 * block * blocks.COUNT <= max(room, 2 * blocks.COUNT * blocks.LEAST))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 import offload
+from offload.checkpoint import disk
 from offload.cli import files, main
 from offload.memory.swap import SwapSpace, sweep
+from offload.train.rundir import RunDirectory
 
 Said = pytest.CaptureFixture[str]
 
@@ -84,6 +87,36 @@ def test_a_run_directorys_swap_directories(tmp_path: Path, capsys: Said) -> None
     )
     dead = [stale(tmp_path / "a"), stale(tmp_path / "b")]
     assert [f["path"] for f in clean(capsys, tmp_path / "run")["removed"]] == [str(p) for p in dead]
+
+
+def test_what_a_killed_run_left_of_saves(tmp_path: Path, capsys: Said) -> None:
+    """The one to write over next, and what was begun; not what another still has, nor what is the only copy."""
+    run, saving = tmp_path / "run", tmp_path / "run/.saving"
+    for name in ("step-00000004/new", "step-00000002/old"):
+        (saving / name).mkdir(parents=True)
+        (saving / name / "tensors.safetensors").write_bytes(b"x" * 8192)
+    (saving / "spare").write_bytes(b"x" * 8192)
+    assert clean(capsys, run) == {"removed": [], "left": []}  # no run's
+    (run / "config.toml").write_text(
+        '[model]\ntype = "llama"\n[data]\nsource = "random"\nseq_length = 8\n[optimizer]\nlr = 1e-3\n[train]\nsteps = 1\n'
+        '[tiers]\ndevice = "1MiB"\nhost = "1MiB"\n'
+    )
+    with RunDirectory(run):
+        found = clean(capsys, run)
+        assert not found["removed"] and {str(f["why"]) for f in found["left"]} == {
+            "in use by a live run", "the only copy of a checkpoint: --resume puts it back"
+        }  # fmt: skip
+    with disk.replacing(run / "mine", lambda path: True) as mine:
+        found = clean(capsys, run)
+        assert [f["path"] for f in found["removed"]] == [str(saving / name) for name in ("spare", "step-00000004")]
+        assert sum(int(str(f["bytes"])) for f in found["removed"]) >= 16384
+        assert {str(f["path"]): f["why"] for f in found["left"]} == {
+            str(saving / "mine"): "in use by a save", str(saving / "step-00000002"): "the only copy of a checkpoint: --resume puts it back"
+        }  # fmt: skip
+        assert mine.is_dir()
+    assert (saving / "step-00000002/old/tensors.safetensors").exists()
+    shutil.rmtree(saving / "step-00000002")
+    assert clean(capsys, run) == {"removed": [], "left": []} and not saving.exists()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may do all of it")

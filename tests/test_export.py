@@ -158,6 +158,10 @@ def test_awkward_shapes_buffers_and_pieces(prepared: Prepared, tmp_path: Path, m
     for place in ("host", "nvme"):
         twin, again = prepared(model(3), place, precision=BF16), prepared(model(4), place, precision=BF16)
         offload.save_pretrained(twin, tmp_path / place)
+        with monkeypatch.context() as patch:  # as a large one is
+            patch.setattr(writer, "FILE_LEAST", 1)
+            offload.save_pretrained(twin, tmp_path / "large")
+        assert (tmp_path / "large/model.safetensors").read_bytes() == (tmp_path / place / "model.safetensors").read_bytes()
         assert set(stored(tmp_path / place)) == set(model(3).state_dict())
         assert offload.load_pretrained(again, tmp_path / place) == Loaded()
         same_models(again, model(3))

@@ -25,22 +25,54 @@ _BEGIN, _FINISH = 2, 7  # SYNC_FILE_RANGE_WRITE; with WAIT_BEFORE and WAIT_AFTER
 _libc = ctypes.CDLL(None, use_errno=True)
 _renameat2: Any = getattr(_libc, "renameat2", None)
 _sync_file_range: Any = getattr(_libc, "sync_file_range", None)
+_fallocate: Any = getattr(_libc, "fallocate", None)
 
 
-def create_direct(path: Path) -> FileIO | None:
-    """A new file to be written past the page cache, from whole pages of memory; None, and no file, where that is not to be had."""
+def create_large(path: Path, nbytes: int, take: Callable[[Path], bool] = lambda path: False) -> FileIO:
+    """A file of `nbytes`, reserved, for `write_at`: past the page cache, from whole pages of memory, where that is to be had. It is new, unless
+    `take(path)` has put one there to be written over. OSError."""
+    taken = take(path)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
     try:
-        return FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT, 0o666), "wb")
+        file = FileIO(os.open(path, flags | (0 if taken else os.O_EXCL) | os.O_DIRECT, 0o666), "wb")
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        path.unlink(missing_ok=True)  # it is made before it is refused
-        return None
+        file = FileIO(os.open(path, flags, 0o666), "wb")  # it is made before it is refused
+    try:
+        if taken and os.fstat(file.fileno()).st_size > nbytes:
+            file.truncate(nbytes)
+        _reserve(file.fileno(), nbytes)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Takes the room for a file at once, where that is to be had: a drive without it is full before anything is written."""
+    if _fallocate is not None and nbytes and _fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
+        number = ctypes.get_errno()
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise OSError(number, os.strerror(number))
 
 
 def through_cache(file: FileIO) -> None:
     """From here on a direct file is written as any other."""
     fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+
+def write_at(file: FileIO, data: memoryview, at: int) -> None:
+    """Writes all of `data` to byte `at` of a file of `create_large`, in any thread."""
+    while data.nbytes:
+        try:
+            count = os.pwrite(file.fileno(), data, at)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+                raise
+            through_cache(file)  # a file system that says only now that it cannot, or is left within a page
+            continue
+        data, at = data[count:], at + count
 
 
 def write(file: FileIO, data: memoryview | bytes) -> None:
@@ -135,11 +167,13 @@ def replacing(target: Path, may_replace: Callable[[Path], bool], saving: Path | 
         _place(home, target)
 
 
-def remove(target: Path, saving: Path | None = None) -> None:
-    """Deletes a directory; it is gone from its place before the first of its files is. `saving` as in `replacing`."""
+def remove(target: Path, saving: Path | None = None, salvage: Callable[[Path], None] = lambda gone: None) -> None:
+    """Deletes a directory; it is gone from its place before the first of its files is. `saving` as in `replacing`; `salvage(gone)` may take files
+    from where it lies then."""
     with _held(target, saving) as home:
         rename(target, home / _GONE)
         sync_directory(target.parent)
+        salvage(home / _GONE)
         shutil.rmtree(home / _GONE)
 
 
@@ -153,6 +187,21 @@ def aside(target: Path, saving: Path | None = None) -> Path | None:
     """Where a save that was killed, or could not even undo what it did, has left what was at `target`, which is not there now."""
     old = (saving or target.parent / SAVING) / target.name / _OLD
     return old if os.path.isdir(old) and not os.path.lexists(target) else None
+
+
+def is_busy(home: Path) -> bool:
+    """Whether what lies in `.saving/NAME/` is a live save's."""
+    try:
+        lock = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # not one
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
 
 
 def make(directory: Path) -> None:
@@ -181,7 +230,7 @@ def _held(target: Path, saving: Path | None) -> Iterator[Path]:
         if not os.path.lexists(home / _OLD) or os.path.lexists(target):
             shutil.rmtree(home, ignore_errors=True)
         os.close(lock)
-        _tidy(home.parent)
+        tidy(home.parent)
 
 
 def _lock(home: Path, target: Path) -> int:
@@ -259,8 +308,9 @@ def _empty(directory: Path) -> None:
             os.unlink(entry.path)
 
 
-def _tidy(saving: Path) -> None:
+def tidy(saving: Path) -> None:
+    """Removes a directory that has nothing left in it."""
     try:
         saving.rmdir()
     except OSError:
-        return  # another save's
+        return  # another save's, or a spare

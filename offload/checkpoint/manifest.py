@@ -10,17 +10,20 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from offload.checkpoint import disk
 from offload.errors import CheckpointError, named
+
+if TYPE_CHECKING:
+    from offload.checkpoint.blocks import Part
 
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 FORMAT, VERSION = "offload checkpoint", 1
@@ -66,21 +69,26 @@ class Manifest:
 
     files: dict[str, Listed] = field(default_factory=dict)
 
-    def add(self, directory: Path, name: str, parts: Iterable[memoryview | bytes], nbytes: int = 0, room: int = 0) -> None:
-        """Writes a file of the checkpoint, part by part: one is made while those before it are written.
+    def add(self, directory: Path, name: str, parts: Iterable[memoryview | bytes]) -> None:
+        """Writes a file of the checkpoint, part by part: one is made while those before it are written."""
+        with FileIO(directory / name, "xb") as file, ThreadPoolExecutor(1, "offload-save") as pool:
+            out, written = Hashed(file), None
+            for part in parts:
+                if written is not None:
+                    written.result()
+                written = pool.submit(out.write, part)
+            if written is not None:
+                written.result()
+            self.files[name] = out.listed()
 
-        One of `nbytes`, if they are many, goes past the page cache, in blocks that take at most `room` bytes of memory, where that is enough.
-        """
+    def add_large(self, directory: Path, name: str, parts: Iterable[Part], nbytes: int, room: int, take: Callable[[Path], bool]) -> None:
+        """Writes a file of `nbytes`, past the page cache where that is to be had, in blocks that take at most `room` bytes of memory where that is
+        enough. `take` as in `disk.create_large`."""
         from offload.checkpoint import blocks  # numpy is not for those who verify
 
-        file = disk.create_direct(directory / name) if nbytes >= blocks.FILE_LEAST else None
-        if file is not None:
-            with file:
-                written = Listed(*blocks.write_blocks(file, parts, blocks.block_bytes(room)))
-                disk.sync(file.fileno())
-        else:
-            with FileIO(directory / name, "xb") as file:
-                written = _through_cache(file, parts)
+        with disk.create_large(directory / name, nbytes, take) as file:
+            written = Listed(*blocks.write_blocks(file, parts, blocks.block_bytes(room)))
+            disk.sync(file.fileno())
         self.files[name] = written
 
     def write(self, directory: Path) -> None:
@@ -96,18 +104,6 @@ class Manifest:
         content = {"format": FORMAT, "version": VERSION, "files": files}
         own = xxhash.xxh3_128_hexdigest(_render(content))
         return _render(content | {"xxh3_128": own})
-
-
-def _through_cache(file: FileIO, parts: Iterable[memoryview | bytes]) -> Listed:
-    with ThreadPoolExecutor(1, "offload-save") as pool:
-        out, written = Hashed(file), None
-        for part in parts:
-            if written is not None:
-                written.result()
-            written = pool.submit(out.write, part)
-        if written is not None:
-            written.result()
-        return out.listed()
 
 
 def _render(content: Mapping[str, Any]) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint import disk
+from offload.checkpoint.blocks import FILE_LEAST, Part, given
 from offload.checkpoint.codec import Encoder
 from offload.checkpoint.content import BUFFER, MASTER, OTHER, VALUE, SavedGroup, SavedParameter, SavedPrecision, SavedState
 from offload.checkpoint.dtypes import STORED
@@ -25,7 +25,7 @@ from offload.dist.divided import Place, is_divided
 from offload.engine.engine import Engine
 from offload.engine.record import DTYPE_NAMES, DTYPES, Record
 from offload.engine.registry import engine_of, record_of
-from offload.engine.state import READERS, Piece, ahead
+from offload.engine.state import Source
 from offload.errors import CheckpointError, ConfigError, SwapError
 from offload.optim.adam import Adam
 
@@ -34,14 +34,29 @@ ROOM = 64 << 20  # bytes of pieces and blocks that are in memory at once, at mos
 
 
 class Held(NamedTuple):
-    """A tensor to write: its values come in flat CPU tensors, in order, each read when it is called. `own`: those of this rank, each with the number
-    of its first; else the first rank has all."""
+    """A tensor to write: its values in stretches, in order. `own`: those of this rank, in flat CPU tensors, each with the number of its first; else
+    the first rank has all."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: Callable[[], Iterable[Piece]]
+    stretches: Callable[[], Iterable[Source]]
     own: Callable[[], Iterable[tuple[int, torch.Tensor]]] | None = None
+
+    def parts(self) -> Iterator[Part]:
+        """What it is in a file."""
+        for source in self.stretches():
+            size = self.dtype.itemsize
+            yield Part(source.numel * size, partial(_fill, source, self.dtype), partial(_there, source, size))
+
+
+def _fill(source: Source, dtype: torch.dtype, at: int, out: memoryview, beside: memoryview) -> Callable[[], object]:
+    return source.fill(at // dtype.itemsize, torch.frombuffer(out, dtype=dtype), torch.frombuffer(beside, dtype=torch.uint8))
+
+
+def _there(source: Source, size: int, at: int, nbytes: int) -> memoryview | None:
+    found = source.there(at // size, nbytes // size)
+    return found.view(torch.uint8).numpy().data if found is not None else None
 
 
 def save(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None) -> None:
@@ -58,9 +73,10 @@ def save(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.o
 
 
 def save_through(
-    saving: Path | None, directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any
+    saving: Path | None, directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any,
+    take: Callable[[Path], bool] = lambda path: False,
 ) -> None:  # fmt: skip
-    """As `save`; what is being written lies in `saving` until it is whole, or beside `directory`."""
+    """As `save`; what is being written lies in `saving` until it is whole, or beside `directory`. `take` as in `disk.create_large`."""
     engine, adam = checked(model, optimizer, "save()")
     target = Path(os.path.abspath(directory))
     if "\0" in str(target):
@@ -71,14 +87,16 @@ def save_through(
     first, ordered = header(entries), [(of[name], entry) for name, entry in entries.items()]
     nbytes = sum(entry.nbytes for entry in entries.values())
     if engine.job is not None:
-        save_together(engine.job, target, saving, state.render(), first, nbytes, lambda: _own_pieces(ordered, len(first), engine))
+        save_together(engine.job, target, saving, state.render(), first, nbytes, lambda: _own_pieces(ordered, len(first), engine), take)
         return
     try:
         with disk.replacing(target, may_replace, saving) as where:
             manifest = Manifest()
-            with ThreadPoolExecutor(READERS, "offload-read") as pool:
-                parts = ahead(pool, (part for tensor, _ in ordered for part in tensor.parts()))
-                manifest.add(where, TENSORS, chain([first], map(_raw, parts)), len(first) + nbytes, _room(engine))
+            parts = chain([given(first)], (part for tensor, _ in ordered for part in tensor.parts()))
+            if len(first) + nbytes >= FILE_LEAST:
+                manifest.add_large(where, TENSORS, parts, len(first) + nbytes, _room(engine), take)
+            else:
+                manifest.add(where, TENSORS, (part.read() for part in parts))
             manifest.add(where, STATE, [state.render()])
             manifest.write(where)
     except SwapError:
@@ -95,11 +113,6 @@ def _room(engine: Engine) -> int:
     return engine.plan.free_bytes if engine.device.compute.type == "cpu" else engine.budgets["host"].free
 
 
-def _raw(part: torch.Tensor) -> memoryview:
-    data: memoryview = part.view(torch.uint8).numpy().data
-    return data
-
-
 def _own_pieces(tensors: Iterable[tuple[Held, Entry]], first: int, engine: Engine) -> Iterator[Placed]:
     """What this rank writes of tensors that begin at byte `first`. Of groups that hold the same each writes some of the tensors."""
     across = engine.world.across if engine.world is not None else None
@@ -109,16 +122,14 @@ def _own_pieces(tensors: Iterable[tuple[Held, Entry]], first: int, engine: Engin
                 continue
         elif across is not None and i % across.size != across.rank:
             continue
-        for at, part in tensor.own() if tensor.own is not None else _counted(tensor.parts()):
-            yield first + entry.start + at * tensor.dtype.itemsize, _raw(part)
-
-
-def _counted(pieces: Iterable[Piece]) -> Iterator[tuple[int, torch.Tensor]]:
-    at = 0
-    for piece in pieces:
-        part = piece()
-        yield at, part
-        at += part.numel()
+        if tensor.own is not None:
+            for at, own in tensor.own():
+                yield first + entry.start + at * tensor.dtype.itemsize, own.view(torch.uint8).numpy().data
+            continue
+        start = first + entry.start
+        for part in tensor.parts():
+            yield start, part.read()
+            start += part.nbytes
 
 
 def checked(model: nn.Module, optimizer: torch.optim.Optimizer, doing: str) -> tuple[Engine, Adam]:
@@ -200,8 +211,8 @@ def _of_parameter(engine: Engine, record: Record, moved: bool) -> Iterator[Held]
     state = engine.state
 
     def held(prefix: str, role: str, dtype: torch.dtype, shape: tuple[int, ...], *, stored: bool = False) -> Held:
-        whole = state.stored_pieces if stored else state.pieces
-        return Held(f"{prefix}/{record.name}", dtype, shape, lambda: whole(record, role), lambda: _own(engine, record, role, stored))
+        sources, own = partial(state.sources, record, role, stored), partial(_own, engine, record, role, stored)
+        return Held(f"{prefix}/{record.name}", dtype, shape, sources, own)
 
     if not record.trained:
         yield held(VALUE, "value", record.dtype, tuple(record.parameter.shape))
@@ -249,9 +260,15 @@ def _plain(name: str, tensor: torch.Tensor, what: str) -> Held:
         said = f"a {kind}, {tensor.dtype}, {tensor.layout} on {tensor.device}"
         raise ConfigError(f"{what} is {said}, which a checkpoint does not hold; convert it first")
 
-    def parts() -> Iterator[Piece]:
+    def stretches() -> Iterator[Source]:
         flat = tensor.detach().reshape(-1)
         for at in range(0, flat.numel(), PIECE):
-            yield partial(flat[at : at + PIECE].to, device="cpu", copy=True)
+            piece = flat[at : at + PIECE]
+            yield Source(piece.numel(), partial(_copy, piece))
 
-    return Held(name, tensor.dtype, tuple(tensor.shape), parts)
+    return Held(name, tensor.dtype, tuple(tensor.shape), stretches)
+
+
+def _copy(values: torch.Tensor, first: int, out: torch.Tensor, beside: torch.Tensor) -> Callable[[], object]:
+    out.copy_(values[first : first + out.numel()])
+    return lambda: None

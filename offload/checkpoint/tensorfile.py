@@ -22,6 +22,7 @@ from offload.errors import CheckpointError, named
 BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "U16": 2, "U32": 4, "U64": 8}
 HEADER_MOST = 100_000_000  # as the format has it
 DIMENSIONS_MOST = 64
+PAGE = 4096
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,10 @@ def arrange(entries: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, En
 
 
 def header(entries: dict[str, Entry]) -> bytes:
-    """What a file of these begins with."""
+    """What a file of these begins with: whole pages, so that tensors of whole pages lie on pages, as they do where they are moved from."""
     content = {n: {"dtype": e.dtype, "shape": list(e.shape), "data_offsets": [e.start, e.start + e.nbytes]} for n, e in entries.items()}
     text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % PAGE)
     if len(text) > HEADER_MOST:
         raise CheckpointError(f"a safetensors file cannot name {len(entries)} tensors: its header would have {len(text)} bytes")
     return len(text).to_bytes(8, "little") + text

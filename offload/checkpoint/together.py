@@ -26,15 +26,17 @@ _Note = list[int | str]  # where a piece lies, its bytes, and their checksum
 
 
 def save_together(
-    world: World, target: Path, saving: Path | None, state: bytes, header: bytes, nbytes: int, pieces: Callable[[], Iterable[Placed]]
+    world: World, target: Path, saving: Path | None, state: bytes, header: bytes, nbytes: int, pieces: Callable[[], Iterable[Placed]],
+    take: Callable[[Path], bool],
 ) -> None:  # fmt: skip
-    """Writes `target`: `header` and `nbytes` bytes of tensors, of which this rank has `pieces`, and `state`. CheckpointError, on all ranks."""
+    """Writes `target`: `header` and `nbytes` bytes of tensors, of which this rank has `pieces`, and `state`. `take` as in `disk.create_large`.
+    CheckpointError, on all ranks."""
     with ExitStack() as closing:
 
         def begin() -> str:
             where = closing.enter_context(disk.replacing(target, may_replace, saving))
-            with FileIO(where / TENSORS, "xb") as file:
-                disk.write(file, header)
+            with disk.create_large(where / TENSORS, len(header) + nbytes, take) as file:
+                disk.write_at(file, memoryview(header), 0)
                 file.truncate(len(header) + nbytes)
             return str(where)
 

@@ -19,10 +19,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
+from itertools import chain
 from pathlib import Path
 
 import torch
 
+from offload.checkpoint import disk
+from offload.checkpoint.blocks import FILE_LEAST, block_bytes, given, write_blocks
 from offload.checkpoint.disk import exchange
 from offload.checkpoint.dtypes import STORED
 from offload.checkpoint.manifest import Hashed, checksum
@@ -32,6 +35,7 @@ from offload.errors import CheckpointError, OffloadError
 log = logging.getLogger("offload")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ROOM = 8 << 20  # bytes, for the blocks of a large file
 _OURS = re.compile(r"\.offload-saving-[0-9a-f]{16}")
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
@@ -114,16 +118,27 @@ def _write(path: Path, outputs: Sequence[Output]) -> str:
     """Writes a file; returns the checksum of its bytes."""
     order = list(STORED)
     ordered = sorted(outputs, key=lambda o: (order.index(o.dtype), o.name))
+    first = _header(ordered)
+    nbytes, parts = len(first) + sum(output.nbytes for output in ordered), chain([first], _parts(ordered))
+    if nbytes >= FILE_LEAST:
+        with disk.create_large(path, nbytes) as file:
+            return write_blocks(file, map(given, parts), block_bytes(ROOM))[1]
     with FileIO(path, "xb") as file:
         out = Hashed(file)
-        out.write(_header(ordered))
-        for output in ordered:
-            before = out.nbytes
-            for part in output.parts():
-                out.write(part.contiguous().view(-1).view(torch.uint8).numpy().data)
-            if out.nbytes - before != output.nbytes:
-                raise CheckpointError(f"{output.name} gave {out.nbytes - before} bytes of {output.nbytes}; nothing was saved")
+        for part in parts:
+            out.write(part)
         return out.listed().xxh3_128
+
+
+def _parts(outputs: Sequence[Output]) -> Iterator[memoryview | bytes]:
+    for output in outputs:
+        nbytes = 0
+        for part in output.parts():
+            data = part.contiguous().view(-1).view(torch.uint8).numpy().data
+            nbytes += data.nbytes
+            yield data
+        if nbytes != output.nbytes:
+            raise CheckpointError(f"{output.name} gave {nbytes} bytes of {output.nbytes}; nothing was saved")
 
 
 def _write_index(path: Path, outputs: Sequence[Output], shards: dict[str, list[Output]], parameters: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,31 @@ def _text(result: dict[str, Any]) -> str:
     return "\n".join(lines) or "no swap files"
 
 
+def _saving(run: Path) -> list[tuple[Path, int, str]]:
+    """Removes what a killed run left of saves beside its checkpoints, but not the only copy of one: each with its bytes, and why it stays."""
+    from offload.checkpoint import disk
+
+    saving, found = run / disk.SAVING, []
+    if not (run / "config.toml").is_file() or not saving.is_dir():
+        return []
+    with open(run / ".lock", "ab") as lock:
+        live = False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            live = True
+        for path in sorted(saving.iterdir()):
+            why = "in use by a live run" if live else "in use by a save" if disk.is_busy(path) else ""
+            if disk.aside(run / "checkpoints" / path.name, saving) is not None:
+                why = "the only copy of a checkpoint: --resume puts it back"
+            nbytes = sum(file.lstat().st_blocks * 512 for file in (path, *path.rglob("*")))
+            if not why:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            found.append((path, nbytes, why))
+        disk.tidy(saving)
+    return found
+
+
 def clean_command(directory: str, as_json: bool) -> int:
     """Prints what was removed, and what was left and why."""
     from offload.memory.swap import sweep
@@ -74,5 +101,10 @@ def clean_command(directory: str, as_json: bool) -> int:
             raise ConfigError(f"cannot look into {path}: {error.strerror}") from None
         removed += [{"path": str(f.path), "bytes": f.nbytes} for f in found if not f.stays]
         left += [{"path": str(f.path), "bytes": f.nbytes, "why": f.stays} for f in found if f.stays]
+    try:
+        for aside, nbytes, why in _saving(Path(directory)):
+            (left if why else removed).append({"path": str(aside), "bytes": nbytes} | ({"why": why} if why else {}))
+    except OSError as error:
+        raise ConfigError(f"cannot clean {error.filename or directory}: {error.strerror}") from None
     emit({"removed": removed, "left": left}, as_json, _text)
     return 0

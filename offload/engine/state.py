@@ -24,6 +24,16 @@ Piece = Callable[[], torch.Tensor]
 READERS = 2  # pieces that are read at once
 
 
+class Source(NamedTuple):
+    """`numel` values, flat: `fill(first, out, beside)` begins to put those from `first` on in `out`, as many as it has, and may use as many bytes
+    `beside`; they are there once what it gives was called, in any thread, while nothing is updated or written. `there(first, n)`: `n` of them where
+    they rest in memory just so, else None."""
+
+    numel: int
+    fill: Callable[[int, torch.Tensor, torch.Tensor], Callable[[], object]]
+    there: Callable[[int, int], torch.Tensor | None] = lambda first, n: None
+
+
 def ahead(pool: Executor | None, pieces: Iterable[Piece]) -> Iterator[torch.Tensor]:
     """What pieces read, in order, the next ones while one is used. `pool` has READERS threads; None: each is read when its turn comes, in this
     thread, as where ranks read together."""
@@ -265,12 +275,54 @@ class State:
         """The arrays that moments are stored in."""
         return [part for part in self.form.parts if part.role.startswith(MOMENTS)]
 
-    def stored_pieces(self, record: Record, role: str) -> Iterator[Piece]:
-        """A part of the state as it is stored, in order, at most a chunk at a time; as `pieces`."""
+    def sources(self, record: Record, role: str, stored: bool) -> Iterator[Source]:
+        """The values of a role in order, as `pieces` has them; `stored`: those of a part of the state as it is stored. For one rank alone."""
         self._before(record, True)
-        part = self.form.part(role)
+        if role == "value":
+            for _, piece in record.slices:
+                yield Source(piece.stop - piece.start, partial(self._fill_value, record, piece.start))
+            return
+        part = self.form.part(role) if stored or self.form.master == "fp32" else None
         for where in self._stretches(record):
-            yield partial(self._stored, record, part, where)
+            if part is not None:
+                yield Source(part.numel(where.numel), partial(self._fill_part, record, part, where), partial(self._there, record, part, where))
+            else:
+                yield Source(where.numel, partial(self._fill_master, record, where))
+
+    def _fill_value(self, record: Record, start: int, first: int, out: torch.Tensor, beside: torch.Tensor) -> Callable[[], object]:
+        shard, begin, dtype = self.parameter_shard(record)
+        return shard.begin_read(begin + (start + first) * dtype.itemsize, out)
+
+    def _fill_part(self, record: Record, part: Part, where: _Stretch, first: int, out: torch.Tensor, beside: torch.Tensor) -> Callable[[], object]:
+        shard, begin = self._part(record, part.role, where)
+        return shard.begin_read(begin + first * out.itemsize, out)
+
+    def _there(self, record: Record, part: Part, where: _Stretch, first: int, n: int) -> torch.Tensor | None:
+        shard, begin = self._part(record, part.role, where)
+        dtype = DTYPES[part.dtype]
+        return shard.there(begin + first * dtype.itemsize, n, dtype)
+
+    def _fill_master(self, record: Record, where: _Stretch, first: int, out: torch.Tensor, beside: torch.Tensor) -> Callable[[], object]:
+        if self.form.master == "own":
+            return self._fill_value(record, where.first, first, out, beside)
+        (high, above, dtype), (low, below) = self.parameter_shard(record), self._part(record, "low", where)
+        n, reads, halves = out.numel(), [], []
+        for shard, start, memory in (
+            (high, above + (where.first + first) * 2, beside[: 2 * n].view(dtype)),
+            (low, below + first * 2, beside[2 * n :].view(torch.int16)),
+        ):
+            half = shard.there(start, n, memory.dtype)
+            if half is None:
+                half = memory
+                reads.append(shard.begin_read(start, half))
+            halves.append(half)
+
+        def finish() -> None:
+            for read in reads:
+                read()
+            ops.join_(out, *halves, threads=1)
+
+        return finish
 
     def _stored(self, record: Record, part: Part, where: _Stretch) -> torch.Tensor:
         """A part of the state as it is stored: a view of what rests in memory, where ranks do not divide it."""

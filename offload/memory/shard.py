@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from offload import _core
 from offload.errors import OffloadError
 from offload.memory.stalls import NVME_READ, NVME_WRITE, Stalls
 from offload.memory.swap import Extent, SwapSpace
@@ -93,6 +95,22 @@ class Shard:
             raw.copy_(self.memory[start : start + raw.numel()])
         else:
             self.read_async(start, raw).wait()
+
+    def begin_read(self, start: int, out: torch.Tensor) -> Callable[[], None]:
+        """As `read`, in this thread alone: what rests in memory is copied, the rest is there once the value was called."""
+        raw = out.view(-1).view(torch.uint8)
+        check_process(self.owner)
+        if self.memory is None:
+            return self.read_async(start, raw).wait
+        _core.copy(raw.data_ptr(), self.memory[start : start + raw.numel()].data_ptr(), raw.numel(), 1)
+        return lambda: None
+
+    def there(self, start: int, n: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """`n` values from byte `start` on, only to be read, where they rest in memory."""
+        if self.memory is None:
+            return None
+        check_process(self.owner)
+        return self.memory[start : start + n * dtype.itemsize].view(dtype)
 
     def write(self, start: int, data: torch.Tensor) -> None:
         """Puts the bytes of `data` (any dtype, contiguous, CPU) at `start`."""

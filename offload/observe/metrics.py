@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,11 +27,12 @@ class MetricsWriter:
     """One line per record, in order, each written out before the next is taken.
 
     The file is opened, and made, by the first `write` or `sync`. `write` returns at once unless `BACKLOG` records wait. An error of the file is
-    raised by the next `write` or `sync` and all later ones; by `close`, unless it was raised before.
+    raised by the next `write` or `sync` and all later ones; by `close`, unless it was raised before. `make_room` is called where the disk is full,
+    and tells whether there is more room now.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = os.fspath(path)
+    def __init__(self, path: str | os.PathLike[str], make_room: Callable[[], bool] = lambda: False) -> None:
+        self._path, self._make_room = os.fspath(path), make_room
         self._queue: queue.Queue[str | threading.Event | None] = queue.Queue(BACKLOG)
         self._error: OSError | None = None
         self._told = False
@@ -53,7 +55,12 @@ class MetricsWriter:
                     continue
                 file = file or await aiofiles.open(self._path, "a")
                 await file.write(line)
-                await file.flush()
+                try:
+                    await file.flush()
+                except OSError as error:
+                    if error.errno != errno.ENOSPC or not self._make_room():
+                        raise
+                    await file.flush()  # what was not written is still there
             except OSError as error:
                 self._error = error
                 if isinstance(line, threading.Event):

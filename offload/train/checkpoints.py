@@ -12,11 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-from offload.checkpoint import disk
+from offload.checkpoint import disk, spare
 from offload.checkpoint.codec import Encoder, decode
 from offload.checkpoint.content import read_state
-from offload.checkpoint.manifest import NewerVersion, verify
+from offload.checkpoint.manifest import TENSORS, NewerVersion, verify
+from offload.checkpoint.save import save_through
+from offload.checkpoint.spare import Spare
 from offload.config import RunConfig
 from offload.dist.world import World
 from offload.errors import CheckpointError, ConfigError
@@ -35,6 +38,7 @@ class Checkpoints:
 
     def __init__(self, path: Path) -> None:
         self.path, self.saving = path, path.parent / disk.SAVING
+        self.spare = Spare(self.saving / spare.NAME)  # of the newest that was deleted
         self._passed: set[int] = set()  # steps of those that were not whole
 
     def at(self, step: int) -> Path:
@@ -74,21 +78,36 @@ class Checkpoints:
             ) from error
 
     def sweep(self) -> None:
-        """Removes what an interrupted save left."""
+        """Removes what an interrupted save left, or a run that was killed."""
         shutil.rmtree(self.saving, ignore_errors=True)
 
-    def retain(self, keep: int, newest: int, note: Callable[[str], None]) -> None:
-        """Leaves the newest `keep` up to step `newest`, which was just saved; those that were passed over, and those of later steps, go. A run does
-        not end by one that cannot be removed."""
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any) -> None:
+        """Saves that of a number of steps, over what the last one deleted leaves. As `offload.save`."""
+        self.spare.make_way()
+        save_through(self.saving, self.at(step), model, optimizer, extra, self.spare.take)
+
+    def retain(self, keep: int, newest: int, note: Callable[[str], None], more: bool = False) -> None:
+        """Leaves the newest `keep` up to step `newest`, which was just saved; those that were passed over, and those of later steps, go, and leave
+        the next save a spare if there are to be `more`. A run does not end by one that cannot be removed."""
         found = self.all()
         self._passed.discard(newest)
         kept = [step for step in found if step <= newest and step not in self._passed][-keep:]
         for step, path in found.items():
             if step not in kept:
                 try:
-                    disk.remove(path, self.saving)
+                    disk.remove(path, self.saving, self._salvage if more else lambda gone: None)
                 except (OSError, CheckpointError) as error:
                     note(f"cannot remove {path}, which {keep} newer ones have outlived: {getattr(error, 'strerror', None) or error}")
+        if not more:
+            self.close()
+
+    def _salvage(self, gone: Path) -> None:
+        self.spare.keep(gone / TENSORS)
+
+    def close(self) -> None:
+        """There are no more saves: what they would have written over is given back."""
+        self.spare.give_up()
+        disk.tidy(self.saving)
 
 
 def fixed(config: RunConfig) -> dict[str, Any]:

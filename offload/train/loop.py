@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import nn
 
 import offload
 from offload.checkpoint.load import restore
-from offload.checkpoint.save import save_through
 from offload.config import RunConfig
 from offload.dist.world import World
 from offload.errors import ConfigError, OffloadError
@@ -223,10 +222,10 @@ class Trainer:
                     break
                 self._step(step)
                 if self._config.checkpoint is not None and (step + 1) % self._config.checkpoint.every == 0:
-                    self._save()
+                    self._save(more=step + 1 < self._config.train.steps)
             self._settle()
         if self._config.checkpoint is not None and self._done and self._saved != self._done:
-            self._save()
+            self._save(more=False)
         interrupted = self._done < self._config.train.steps
         last = None if interrupted else self._evaluate("after")
         summary = self._summary(last, interrupted)
@@ -247,8 +246,9 @@ class Trainer:
         self._runtime.synchronize()
         self._finish_step(time.perf_counter())
 
-    def _save(self) -> None:
-        """Saves a checkpoint of the steps so far. CheckpointError where that cannot be done; the one before is then as it was."""
+    def _save(self, more: bool) -> None:
+        """Saves a checkpoint of the steps so far; whether there will be `more`. CheckpointError where that cannot be done; the one before is then as
+        it was."""
         assert self._config.checkpoint is not None
         self._settle()
         if self._directory is not None:
@@ -266,10 +266,10 @@ class Trainer:
             "moved_bytes": self._moved(),
         }
         with self._runtime.uncounted():
-            save_through(self._checkpoints.saving, self._checkpoints.at(step), self._model, self._optimizer, extra)
+            self._checkpoints.save(step, self._model, self._optimizer, extra)
         self._saved = step
         if self._directory is not None:
-            self._checkpoints.retain(self._config.checkpoint.keep, step, self._reporter.note)
+            self._checkpoints.retain(self._config.checkpoint.keep, step, self._reporter.note, more)
 
     def _moved(self) -> dict[str, int]:
         """Bytes moved by the whole run's steps, by link, of one rank."""
@@ -457,6 +457,13 @@ def _start(
     return checkpoints, {"finished": None, "checkpoint": newest[1].name if newest is not None else None}
 
 
+def _give_back(directory: RunDirectory, checkpoints: Checkpoints) -> None:
+    """At the end of a run, however it ends, but where another one has its place."""
+    with suppress(ConfigError):
+        directory.check()
+        checkpoints.close()
+
+
 def _run(config: RunConfig, out: str, resume: bool, stopped: Callable[[], bool], world: World, closing: ExitStack) -> dict[str, Any]:
     world.agree(hashlib.sha256(config.to_toml().encode()).hexdigest(), "the run file")
     directory = closing.enter_context(RunDirectory(out)) if world.rank == 0 else None
@@ -468,7 +475,10 @@ def _run(config: RunConfig, out: str, resume: bool, stopped: Callable[[], bool],
         return dict(start["finished"])
     path = Path(world.broadcast(str(directory.path.absolute()) if directory is not None else None, what="the run directory"))
     checkpoints = own if own is not None else Checkpoints(path / CHECKPOINTS)
-    metrics = closing.enter_context(MetricsWriter(directory.path / METRICS)) if directory is not None else None
+    metrics = None
+    if directory is not None:
+        closing.callback(_give_back, directory, checkpoints)
+        metrics = closing.enter_context(MetricsWriter(directory.path / METRICS, checkpoints.spare.give_up))
     trainer = Trainer(config, world, checkpoints, reporter, directory, metrics)
     trainer.open(closing, checkpoints.path / start["checkpoint"] if start["checkpoint"] is not None else None)
     trainer.begin()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from offload import _core
-from offload.checkpoint import disk, load
+from offload.checkpoint import blocks, disk, load, save
 from offload.checkpoint.manifest import Hashed
 from offload.memory import swap
 from offload.memory.swap import SwapSpace
@@ -249,19 +249,23 @@ class LoadFails:
         _armed(load, "_read", fail, at_once=True)
 
 
-EVENTS = [(disk, "write"), (disk, "sync"), (disk, "rename"), (disk, "exchange"), (SwapSpace, "read"), (SwapSpace, "write"),
-          (rundir.RunDirectory, "write"), (rundir.RunDirectory, "check")]  # fmt: skip
+EVENTS = [(disk, "write"), (disk, "write_at"), (disk, "sync"), (disk, "rename"), (disk, "exchange"), (SwapSpace, "read"),
+          (SwapSpace, "write"), (rundir.RunDirectory, "write"), (rundir.RunDirectory, "check")]  # fmt: skip
 
 
 @dataclass
 class Dies:
-    """The process is killed before or after its `count`-th event of any kind; `told`: how many there were. `cuts`: the power of this mount too."""
+    """The process is killed before or after its `count`-th event of any kind; `told`: how many there were. `cuts`: the power of this mount too.
+    `large`: checkpoints are written as large ones are, in blocks, over those that were deleted."""
 
     count: int
     told: int = 0
     cuts: Path | None = None
+    large: bool = False
 
     def __call__(self, pipe: Connection) -> None:
+        if self.large:
+            save.FILE_LEAST, blocks.block_bytes = 1, lambda room: 8192  # type: ignore[assignment]
         for owner, name in EVENTS:
             _armed(owner, name, self._event, at_once=True)
 

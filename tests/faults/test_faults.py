@@ -77,7 +77,7 @@ def test_killed_at_random(calm: Calm, tmp_path: Path, seed: int) -> None:
     draw, scene = random.Random(seed), Scene(tmp_path, calm)
     shutil.rmtree(scene.out)
     for most in (calm.events, calm.events // 2):
-        got = scene.start(harm.Dies(draw.randrange(most))).join()
+        got = scene.start(harm.Dies(draw.randrange(most), large=seed % 2 == 0)).join()
         assert got.code in (-signal.SIGKILL, 0), got.said
         scene.whole()
     done = scene.start().join()
@@ -86,14 +86,15 @@ def test_killed_at_random(calm: Calm, tmp_path: Path, seed: int) -> None:
     assert not list(scene.swap.glob("*"))
 
 
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_the_power_goes(calm: Calm, tmp_path: Path, seed: int) -> None:
+def test_the_power_goes(calm: Calm, tmp_path: Path, seed: int, large: bool) -> None:
     """What is not on the drive by then is lost: checkpoints are whole all the same, and the metrics have their steps."""
     draw, scene = random.Random(seed), Scene(tmp_path, calm)
     with small_disk("ext4", scene.disk):
         scene.lay_out()
         subprocess.run(["sync", "-f", str(scene.disk)], check=True)
-        got = scene.start(harm.Dies(draw.randrange(calm.events // 2), cuts=scene.disk)).join()
+        got = scene.start(harm.Dies(draw.randrange(calm.events // 2), cuts=scene.disk, large=large)).join()
         assert got.code == -signal.SIGKILL, got.said
         mounted_anew(scene.disk)
         assert scene.checkpoints
