@@ -412,7 +412,7 @@ def test_a_run_plans_and_trains_so_by_itself(tmp_path: Path, capsys: pytest.Capt
         config = RunConfig.load(tmp_path / "run.toml", changes)
         summaries.append(train(config, str(tmp_path / f"out-{updates}")))
         if updates == "auto":
-            assert plan_command(str(tmp_path / "run.toml"), changes, None, 1, None, True) == 0
+            assert plan_command(str(tmp_path / "run.toml"), changes, None, 1, None, None, True) == 0
             planned = json.loads(capsys.readouterr().out)
     assert [s["passing_units"] for s in summaries] == [0, 8] and planned["passing_units"] == 8
     assert summaries[0]["digest"] == summaries[1]["digest"] and summaries[0]["losses"] == summaries[1]["losses"]
