@@ -144,7 +144,7 @@ def test_a_buffer_that_safetensors_has_no_dtype_for(prepared: Prepared, tmp_path
     model.register_buffer("count", torch.ones(2, dtype=torch.uint16))
     model = prepared(model)
     for save in (lambda: offload.save_pretrained(model, tmp_path / "out"), lambda: offload.save(tmp_path / "out", model, adam(model))):
-        with pytest.raises(ConfigError, match=r"phase is a Tensor, torch\.complex64"):
+        with pytest.raises(ConfigError, match=r"phase is (a Tensor, )?torch\.complex64"):
             save()
     assert not (tmp_path / "out").exists()
 
