@@ -21,6 +21,9 @@ from offload.observe.trace import Trace
 from offload.planner.placement import Plan, human
 
 
+DIGEST_BYTES = 32 << 20  # of pieces that are read, at most
+
+
 class Runtime:
     """What runs behind one prepared model: counters, digest, synchronisation. A context manager that closes."""
 
@@ -156,6 +159,7 @@ class Runtime:
 
     def digest(self) -> str:
         """A hash of all parameters, moments and steps, by name: the same wherever they rest. With several ranks a collective."""
+        self._engine.device.make_room(DIGEST_BYTES)
         return self._engine.digest()
 
     def synchronize(self) -> None:
