@@ -20,7 +20,6 @@ from offload.observe.base import base_bytes
 from offload.observe.trace import Trace
 from offload.planner.placement import Plan, human
 
-
 DIGEST_BYTES = 32 << 20  # of pieces that are read, at most
 
 
