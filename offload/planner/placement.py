@@ -49,6 +49,7 @@ FRAMES_MOST, FRAMES_LEAST = 8, 3
 STAGING_SHARE = 5  # staging above the least takes at most this fraction of what the host has for it and for state that may rest anywhere
 SLOT_SHARE = 2  # as much for slots above the fewest, on a device where state may rest
 SLOT_COPIES = 3
+NEVER_KEPT = 32 << 20  # bytes of a block from which on memory comes from the kernel, whatever is free (cpp/simd/heap.cpp)
 FLIGHT = 4  # gradients of the largest size that may be in flight at once, where the device has room for them
 
 
@@ -121,8 +122,10 @@ class Plan:
 
     @property
     def surge_bytes(self) -> int | None:
-        """What may come to live on the device while one unit is computed; None where that is unknown or much of what is free."""
-        if self.batch is None:
+        """What may come to live on the device while one unit is computed; None where that is unknown or much of what is free, or where
+        gradients are blocks that the C library never keeps: then what it keeps of others is no room for them."""
+        size, repeated = DTYPE_BYTES[self.compute], (p for u in self.layouts if u.spec.repeated for p in u.spec.parameters)
+        if self.batch is None or max((p.numel for p in repeated if p.trained), default=0) * size >= NEVER_KEPT:
             return None
         largest = demand.largest_kept([u.spec for u in self.layouts], self.batch, self.compute)
         surge = largest + self.working.logits + self.working.gradients + self.working.slack
