@@ -205,7 +205,7 @@ class Engine:
                 self.job.agree([made.activations, made.kept], "the treatment of activations (budgets are to be the same)")
             if made.boundaries.nbytes:
                 self._reserve_boundaries(made.boundaries)
-            self.device.keep(made.surge_bytes, made.free_bytes)
+            self.device.keep(made.surge_bytes, made.free_bytes, made.reuses_freed)
             self.plan, self.streamer.recomputed = made, made.recomputed
 
     def _reserve_boundaries(self, boundaries: Boundaries) -> None:

@@ -122,14 +122,18 @@ class Plan:
 
     @property
     def surge_bytes(self) -> int | None:
-        """What may come to live on the device while one unit is computed; None where that is unknown or much of what is free, or where
-        gradients are blocks that the C library never keeps: then what it keeps of others is no room for them."""
-        size, repeated = DTYPE_BYTES[self.compute], (p for u in self.layouts if u.spec.repeated for p in u.spec.parameters)
-        if self.batch is None or max((p.numel for p in repeated if p.trained), default=0) * size >= NEVER_KEPT:
+        """What may come to live on the device while one unit is computed; None where that is unknown or much of what is free."""
+        if self.batch is None:
             return None
         largest = demand.largest_kept([u.spec for u in self.layouts], self.batch, self.compute)
         surge = largest + self.working.logits + self.working.gradients + self.working.slack
         return surge if surge < self.free_bytes // 2 else None
+
+    @property
+    def reuses_freed(self) -> bool:
+        """Whether what the C library keeps of freed memory is room for what a repeated unit allocates: not for gradients that it never keeps."""
+        repeated = (p for u in self.layouts if u.spec.repeated for p in u.spec.parameters)
+        return max((p.numel for p in repeated if p.trained), default=0) * DTYPE_BYTES[self.compute] < NEVER_KEPT
 
     @property
     def free_bytes(self) -> int:

@@ -194,7 +194,7 @@ class CudaDevice(Device):
     def relieve(self) -> None:
         return None  # device memory is not resident memory
 
-    def keep(self, surge_bytes: int | None, free_bytes: int) -> None:
+    def keep(self, surge_bytes: int | None, free_bytes: int, reuses_freed: bool = True) -> None:
         super().keep(None, 0)  # the heap holds no activations, and nobody would give back what it keeps
 
     def depths(self) -> dict[str, int]:

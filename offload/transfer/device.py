@@ -72,7 +72,7 @@ class Device(ABC):
     def __init__(self) -> None:
         self.moved = {"h2d": 0, "d2h": 0}
         self.stalls = Stalls()
-        self.resident_bytes_most, self.margin_bytes, self.keeps_freed = 1 << 62, 0, False
+        self.resident_bytes_most, self.margin_bytes, self.keeps_freed, self.reuses_freed = 1 << 62, 0, False, True
         self.in_flight_bytes_most = 1 << 62
 
     @abstractmethod
@@ -139,9 +139,9 @@ class Device(ABC):
         room = self.resident_bytes_most - resident_bytes()
         if room >= self.margin_bytes:
             return
-        if self.keeps_freed and room >= self.margin_bytes - min(_core.freed_bytes(), self.margin_bytes) // REUSED_SHARE:
-            return
-        if self.keeps_freed:
+        if self.keeps_freed and self.reuses_freed:
+            if room >= self.margin_bytes - min(_core.freed_bytes(), self.margin_bytes) // REUSED_SHARE:
+                return
             self.keep(None, 2 * self.margin_bytes)
         _core.trim()
 
@@ -150,8 +150,10 @@ class Device(ABC):
         if self.resident_bytes_most - resident_bytes() < nbytes:
             _core.trim()
 
-    def keep(self, surge_bytes: int | None, free_bytes: int) -> None:
-        """`surge_bytes`: what one unit may add, where that is little beside `free_bytes` of the budget, so that there is room for freed memory."""
+    def keep(self, surge_bytes: int | None, free_bytes: int, reuses_freed: bool = True) -> None:
+        """`surge_bytes`: what one unit may add, where that is little beside `free_bytes` of the budget, so that there is room for freed memory;
+        `reuses_freed`: and that may be counted on for part of what a unit adds."""
+        self.reuses_freed = reuses_freed
         self.keeps_freed = surge_bytes is not None
         self.margin_bytes = free_bytes // 2 if surge_bytes is None else surge_bytes
         _core.keep_freed(self.keeps_freed)
