@@ -65,6 +65,9 @@ class Noted:
     def update(self, data: memoryview, at: int) -> None:
         self.seen.append((at, bytes(data)))
 
+    def ended_by(self, error: BaseException) -> None:
+        raise AssertionError(error)
+
 
 @pytest.mark.parametrize("seed", range(4))
 def test_stretches_of_several_writers_in_one_file(tmp_path: Path, seed: int) -> None:

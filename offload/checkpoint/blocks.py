@@ -72,7 +72,11 @@ class Stretch(NamedTuple):
 
 class Hash(Protocol):
     def update(self, data: memoryview, at: int) -> None:
-        """Byte `at` of the file and what follows, in order."""
+        """Byte `at` of the file and what follows, in order. In a thread of its own."""
+        ...
+
+    def ended_by(self, error: BaseException) -> None:
+        """No more comes: what is under way is to end soon."""
         ...
 
 
@@ -84,6 +88,9 @@ class _Whole:
 
     def update(self, data: memoryview, at: int) -> None:
         self._hash.update(data)
+
+    def ended_by(self, error: BaseException) -> None:
+        return None
 
     def hexdigest(self) -> str:
         return str(self._hash.hexdigest())
@@ -208,7 +215,8 @@ class _Blocks:
                     number, end = number + 1, made.at + made.stop
             while self._filling or self._sent:
                 self._go_on()
-        except BaseException:
+        except BaseException as error:
+            self._hashed.ended_by(error)
             for pool in self._pools:
                 pool.shutdown(cancel_futures=True)
             raise

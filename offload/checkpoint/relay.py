@@ -51,6 +51,11 @@ class Relay:
         if target is not None:
             self._send(target, self._digest.state())
 
+    def ended_by(self, error: BaseException) -> None:
+        """This rank has failed. If it was interrupted it takes part in nothing more, and neither it nor others wait for each other."""
+        if not isinstance(error, Exception):
+            self._world.fail(error)
+
     def _receive(self, source: int) -> None:
         if source == self._world.rank:
             return  # the file begins here

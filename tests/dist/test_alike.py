@@ -10,9 +10,10 @@ import pytest
 import torch
 from ranks import ROOT, run
 
+from offload.checkpoint.relay import Relay
 from offload.dist.divided import check_backends
 from offload.dist.world import World, check_devices
-from offload.errors import ConfigError
+from offload.errors import CheckpointError, ConfigError
 
 HEAD = f"""
 import errno, json, os, sys
@@ -115,6 +116,23 @@ def test_memory_is_that_of_the_ranks_on_one_machine() -> None:
     world = World(1, 4)
     world._locate(["a", "b", "a", "b"])
     assert world.of_machine([1, 10, 100, 1000]) == 1010 and (world.local_rank, world.local_size) == (0, 2)
+
+
+def test_a_save_that_is_interrupted_keeps_no_rank_waiting() -> None:
+    told: list[BaseException] = []
+    world: Any = SimpleNamespace(rank=0, fail=told.append)
+    relay = Relay(world, [[(0, 10)], [(10, 20)]], "x")
+    relay.ended_by(OSError("full"))  # others are told in their turn
+    assert not told
+    relay.ended_by(KeyboardInterrupt())
+    assert [type(error) for error in told] == [KeyboardInterrupt]
+
+
+def test_what_ranks_write_is_all_of_a_file() -> None:
+    world: Any = SimpleNamespace(rank=0)
+    for ranges, byte in (([[(0, 10)], [(11, 20)]], "byte 10 would be written by no rank"), ([[(0, 10)], [(9, 20)]], "byte 9 would be .* two ranks")):
+        with pytest.raises(CheckpointError, match=byte):
+            Relay(world, ranges, "x")
 
 
 def test_two_ranks_on_one_gpu_are_refused() -> None:
