@@ -10,6 +10,8 @@ from offload.cli.app import emit
 from offload.config import Precision, RunConfig, format_size, precision_of
 from offload.errors import ConfigError
 
+_WEAR = 100 * 10**12  # bytes: drives are rated for some hundreds of terabytes written
+
 
 def _arithmetic(params: float, ranks: int, stage: int, replicate: int, precision: Precision) -> dict[str, Any]:
     """Bytes of state, and on each of `ranks` when `stage` divides optimizer state (1), gradients too (2), parameters too (3) (arXiv:1910.02054)
@@ -63,6 +65,7 @@ def _placement(run: str, overrides: Sequence[str], ranks: int) -> dict[str, Any]
         "predicted_step_seconds": found.predicted(made, direct=direct, accumulate=accumulate, early=early),
         **found.bound(traffic, recomputed=made.recomputed, accumulate=accumulate),
         "written_bytes_per_step": traffic.nvme_write,
+        "steps_per_100_tb_written": _WEAR // traffic.nvme_write if traffic.nvme_write else None,
         "state_bytes": made.state_bytes,
         "state_bytes_per_rank": made.state_bytes_per_rank,
         **({"ranks": ranks, "stage": config.train.stage, "replicate": config.train.replicate} if ranks > 1 else {}),
@@ -93,7 +96,9 @@ def _text(result: dict[str, Any]) -> str:
     lines.append(f"activations: {result['activations']}{again}" + (f" ({held})" if held else ""))
     lines.append(f"a step is expected to take {result['predicted_step_seconds']:.3g} s")
     lines.append(f"it takes at least {result['bound_step_seconds']:.3g} s, held by {result['limiting_link']}")
-    lines.append(f"{format_size(result['written_bytes_per_step'])} written to NVMe a step")
+    steps = result["steps_per_100_tb_written"]
+    wear = f": {steps:.3g} steps take 100 TB of its rated endurance (TBW)" if steps is not None else ""
+    lines.append(f"{format_size(result['written_bytes_per_step'])} written to NVMe a step{wear}")
     return "\n".join(lines)
 
 
