@@ -136,7 +136,7 @@ class Engine:
             self.refresh = Refresh(
                 self.units, plan.share, world.within, self.frames, self.stalls, lambda unit: background.wait_unit(unit, tell=False, own=True)
             )
-            self.background.others = self.refresh
+            self.background.jobs.others = self.refresh
 
     def _make_updates(self, grad: torch.dtype) -> Updates:
         plan, lent = self.plan, self.frames.all if self.frames is not None else ()
