@@ -10,7 +10,8 @@ for it; no job runs after it.
 From the start of a backward on, what the next updates need besides gradients is read into free buffers, the first units' first. Who writes to
 what rests on NVMe drops what was read ahead; the next backward, or the step itself, reads again.
 
-Units that rest whole on a device have no jobs here: their updates are the device's work (`engine/resident.py`). `engine/jobs.py` has both waited for in one way.
+Units that rest whole on a device have no jobs here: their updates are the device's work (`engine/resident.py`). Both are waited for in one
+way (`engine/jobs.py`).
 """
 
 from __future__ import annotations
