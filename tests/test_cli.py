@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -148,6 +149,43 @@ def test_doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     names = {f["name"] for f in json.loads(capsys.readouterr().out)["findings"]}
     assert {"torch", "instruction set", "I/O engine", "direct I/O", "memory"} <= names and not list(tmp_path.iterdir())
     assert main(["doctor", "--path", str(tmp_path)]) == 0 and "ok" in capsys.readouterr().out
+
+
+def test_doctor_tells_what_is_degraded_and_how_to_mend_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One thread, little memory that may be locked, a plain instruction set: each with a way out, and the exit code stays 0."""
+    import torch
+
+    from offload import _core
+    from offload.memory import limits
+
+    few = dataclasses.replace(limits.host_limits(), locked=64 << 10)
+    monkeypatch.setattr(limits, "host_limits", lambda: few)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(_core, "default_threads", lambda: 1)
+    monkeypatch.setattr(_core, "simd_level", lambda: "scalar")
+    assert main(["doctor", "--path", str(tmp_path), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    mend = {f["name"]: f["mend"] for f in result["findings"]}
+    for name, way in {
+        "threads of torch": "OMP_NUM_THREADS", "threads of the optimizer": "OFFLOAD_THREADS", "memory that may be locked": "ulimit -l",
+        "instruction set": "OFFLOAD_SIMD",
+    }.items():  # fmt: skip
+        assert name in result["degraded"] and way in mend[name]
+    assert main(["doctor", "--path", str(tmp_path)]) == 0 and "degraded  memory that may be locked" in capsys.readouterr().out
+
+
+def test_what_a_plan_says_of_wear_is_what_a_run_writes(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    """Bytes to the drive, and how many steps its rating allows."""
+    settings = ["--set", "tiers.place={parameter='nvme', gradient='nvme', optimizer='nvme'}", "train.steps=4", "data.eval_sequences=0"]
+    assert main(["plan", str(run), "--json", *settings]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert main(["train", str(run), "--json", "--out", str(run.parent / "out"), *settings]) == 0
+    assert json.loads(capsys.readouterr().out)["moved_bytes"]["nvme_write"] == 4 * planned["written_bytes_per_step"]
+    assert planned["steps_per_100_tb_written"] == 10**14 // planned["written_bytes_per_step"]
+    assert main(["plan", str(run), *settings]) == 0 and "of its rated endurance (TBW)" in capsys.readouterr().out
 
 
 def test_a_plan(capsys: pytest.CaptureFixture[str], run: Path) -> None:

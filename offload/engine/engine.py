@@ -36,7 +36,7 @@ from offload.engine.resident import Resident
 from offload.engine.slots import Slots
 from offload.engine.sources import MomentSource, ValueSource
 from offload.engine.state import READERS, State, ahead
-from offload.engine.streamer import Streamer
+from offload.engine.streamer import Streamer, scaled, watch_scalers
 from offload.engine.update import Updates
 from offload.errors import BudgetError, ConfigError, OffloadError
 from offload.memory.arena import Arena, reserve
@@ -136,7 +136,7 @@ class Engine:
             self.refresh = Refresh(
                 self.units, plan.share, world.within, self.frames, self.stalls, lambda unit: background.wait_unit(unit, tell=False, own=True)
             )
-            self.background.others = self.refresh
+            self.background.jobs.others = self.refresh
 
     def _make_updates(self, grad: torch.dtype) -> Updates:
         plan, lent = self.plan, self.frames.all if self.frames is not None else ()
@@ -173,6 +173,8 @@ class Engine:
             self._keep_gradients,
         )  # fmt: skip
         self.streamer.early = self.early
+        if self._updates_after:
+            watch_scalers()
         self.state.guard = lambda record: self.early.guard_use(record.unit)
         self.gradients.guard, self.gradients.came, self.gradients.takes = self.early.guard, self.early.came, self.early.takes
         self.gradients.claim = self.early.claim
@@ -291,7 +293,7 @@ class Engine:
         if self.gradients.dtype != torch.float32 and any(self.gradients.earlier(r) for r in self.records if r.trained):
             self.early.refuse("a further backward")
             self.widen_gradients()
-        self.early.begin()
+        self.early.begin(scaled())
         self.background.read_ahead(self.early.order())
         if self.reduction is not None:
             own = expected(self.records)

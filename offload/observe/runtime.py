@@ -156,6 +156,11 @@ class Runtime:
         """
         self._engine.early.units_most, self._engine.early.keep_gradients = units, keep_gradients
 
+    def fill(self) -> None:
+        """Gives each parameter that was made on `meta` and has no value yet its first one, which else comes with its first use."""
+        for unit in self._engine.units:
+            self._engine.initialise(unit.number)
+
     def digest(self) -> str:
         """A hash of all parameters, moments and steps, by name: the same wherever they rest. With several ranks a collective."""
         self._engine.device.make_room(DIGEST_BYTES)

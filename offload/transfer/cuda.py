@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -60,6 +61,12 @@ class _Worked:
         torch.cuda.current_stream().wait_event(self.event)
 
 
+def _forget_error() -> None:
+    """CUDA keeps the error of a call that failed, which the next kernel of anybody's would be taken to have made."""
+    with suppress(OSError, AttributeError):  # a torch without CUDA, or one that has its runtime within itself
+        ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}").cudaGetLastError()
+
+
 class CudaDevice(Device):
     name = "cuda"
     rests = importlib.util.find_spec("triton") is not None  # its kernels update what rests there
@@ -88,6 +95,7 @@ class CudaDevice(Device):
         if memory.numel() and int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
             self._pinned.append(memory.data_ptr())
         elif memory.numel():
+            _forget_error()
             log.warning("the host arena of %d bytes could not be pinned (see `ulimit -l`): copies to the device are slower", memory.numel())
 
     def memory(self, nbytes: int) -> Arena:
