@@ -216,6 +216,29 @@ def test_treatments_of_activations(capsys: pytest.CaptureFixture[str], run: Path
     assert moved["nvme"]["nvme_write"] - moved["keep"]["nvme_write"] == 2 * results["nvme"]["activation_bytes"]["nvme"]
 
 
+def test_what_stays_on_the_device(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    """The plan says what is summed there and how often units are fetched; a run does that, and computes what it does with less room."""
+    run.write_text(RUN.replace("num_hidden_layers = 2", "num_hidden_layers = 6"))
+    settings = ["train.device=sim", "data.accumulate=4", "precision.compute=fp32", "tiers.place.optimizer=host", "data.eval_sequences=0"]
+    results = []
+    for place, there in (("host", False), (None, True)):
+        given = [*settings, *([f"tiers.place.{role}={place}" for role in ("parameter", "gradient")] if place else [])]
+        assert main(["plan", str(run), "--json", "--set", *given]) == 0
+        planned = json.loads(capsys.readouterr().out)
+        assert main(["plan", str(run), "--set", *given]) == 0
+        text = capsys.readouterr().out
+        assert (planned["summed_units"] > 0, planned["sum_bytes"] > 0, "summed on the device" in text) == (there,) * 3
+        assert f"{planned['fetches_per_step']} fetches" in text
+        assert main(["train", str(run), "--json", "--out", str(run.parent / str(there)), "--set", *given]) == 0
+        results.append(json.loads(capsys.readouterr().out) | {"planned": planned})
+        assert results[-1]["summed_units"] == planned["summed_units"]
+    assert len({(tuple(r["losses"]), r["digest"]) for r in results}) == 1
+    apart, there_too = results
+    assert apart["moved_bytes"]["d2h"] == 4 * there_too["moved_bytes"]["d2h"]
+    assert there_too["moved_bytes"]["h2d"] < apart["moved_bytes"]["h2d"]
+    assert there_too["fetches"] < apart["fetches"]
+
+
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_updates_in_the_backward(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, run: Path, device: str) -> None:
     """Chosen by itself where nothing needs all gradients first; the same bits, for as many units as the schedule says."""

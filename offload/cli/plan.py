@@ -44,6 +44,7 @@ def _placement(run: str, overrides: Sequence[str], ranks: int) -> dict[str, Any]
     import torch
 
     from offload.planner.cost import traffic_of
+    from offload.planner.leftover import fetches, slots_of
     from offload.planner.schedule import taken
     from offload.train import model
     from offload.train.estimate import estimate
@@ -75,6 +76,11 @@ def _placement(run: str, overrides: Sequence[str], ranks: int) -> dict[str, Any]
         "activation_bytes": made.activation_bytes,
         "recomputed_units": len(made.recomputed),
         "passing_units": len(made.passing),
+        "summed_units": len(made.summed),
+        "sum_bytes": made.sum_bytes,
+        "slots": len(made.slots),
+        "slot_bytes": sum(made.slots),
+        "fetches_per_step": sum(map(sum, fetches(slots_of(made, direct), made.slots, accumulate))),
         "placement": made.describe(),
     }
 
@@ -92,6 +98,12 @@ def _text(result: dict[str, Any]) -> str:
     lines += [f"{role}: " + ", ".join(f"{format_size(n)} {tier}" for tier, n in tiers.items() if n) for role, tiers in result["placement"].items()]
     if result["passing_units"]:
         lines.append(f"gradients of {result['passing_units']} units pass to their updates through places that these share")
+    if result["slots"]:
+        fetched = f"{result['fetches_per_step']} fetches of units a step"
+        lines.append(f"parameters pass through {result['slots']} slots on the device ({format_size(result['slot_bytes'])}), by {fetched}")
+    if result["summed_units"]:
+        size = format_size(result["sum_bytes"])
+        lines.append(f"gradients of {result['summed_units']} units are summed on the device ({size}) and leave it once a step")
     held = ", ".join(f"{format_size(n)} {tier}" for tier, n in result["activation_bytes"].items() if n)
     again = f", {result['recomputed_units']} units computed again" if result["recomputed_units"] else ""
     lines.append(f"activations: {result['activations']}{again}" + (f" ({held})" if held else ""))

@@ -29,12 +29,13 @@ import torch
 
 from offload.engine.atrest import AtRest
 from offload.engine.background import Background, Hypers, has_frame
-from offload.engine.gradients import Gradients, begun, give, landed, spend
+from offload.engine.gradients import Gradients
 from offload.engine.graph import accumulates
 from offload.engine.passing import Passing
 from offload.engine.record import Record, Unit
 from offload.engine.slots import Use
 from offload.engine.sources import GradientSource
+from offload.engine.taking import begun, give, landed, spend
 from offload.errors import ConfigError, OffloadError, StepError
 from offload.planner.schedule import unit_order
 

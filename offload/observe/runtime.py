@@ -68,6 +68,7 @@ class Runtime:
             "activation_bytes": e.plan.activation_bytes,
             "recomputed_units": len(e.plan.recomputed),
             "passing_units": len(e.passing.units),
+            "summed_units": len(e.plan.summed),
             "fetches": e.slots.counters.fetches,
             "prefetch_misses": e.slots.counters.misses + e.activations.counters.misses,
             "skipped": e.skipped,

@@ -148,7 +148,9 @@ class CudaDevice(Device):
         self.moved["d2h"] += nbytes
         return self._out.submit(run, nbytes, self.in_flight_bytes_most, "gradient")
 
-    def stow(self, source: torch.Tensor, store: Callable[[Put], None]) -> Transfer:
+    def stow(
+        self, source: torch.Tensor, store: Callable[[Put], None], after: Sequence[Transfer] | None = None, what: str = "activation"
+    ) -> Transfer:  # fmt: skip
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self.compute))
 
@@ -159,10 +161,12 @@ class CudaDevice(Device):
         def run(source: torch.Tensor = source) -> None:
             with torch.cuda.stream(self._copy_out):
                 self._copy_out.wait_event(ready)
+                for work in after or ():
+                    work.wait()
                 store(put)
 
         self.moved["d2h"] += source.nbytes
-        return self._out.submit(run, source.nbytes, self.in_flight_bytes_most, "activation")
+        return self._out.submit(run, source.nbytes, self.in_flight_bytes_most if after is None else None, what)
 
     def work(self, run: Callable[[], None], nbytes: int, what: str = "") -> Transfer:
         """On the stream that computes, so that what is computed next needs no wait."""
