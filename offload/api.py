@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from offload.config import Precision, Tiers, check_updates
-from offload.dist.divided import mesh_of, part_of
+from offload.dist.collectives import alike
+from offload.dist.divided import check_backends, mesh_of, part_of
 from offload.dist.mesh import equal_rows
 from offload.dist.world import World
 from offload.engine.build import Found, discover
@@ -131,6 +132,8 @@ def _ranks(model: nn.Module, mesh: Any, device: str | Device | None, updates: st
     """The ranks among which the data is divided, and those over which parameters are already; None where that is one."""
     where = "cuda" if _device_kind(device).name == "cuda" else "cpu"
     tensor = mesh_of(dict(model.named_parameters()))
+    if tensor is not None:
+        check_backends(tensor)
     world, beside = (World.current(mesh, where), None) if tensor is None else World.beside(mesh, tensor, where)
     found = tuple(w if w is not None and w.size > 1 else None for w in (world, beside))
     if updates == "backward" and any(found):
@@ -140,10 +143,14 @@ def _ranks(model: nn.Module, mesh: Any, device: str | Device | None, updates: st
     return found[0], found[1]
 
 
-def _agree_beside(job: World, made: Plan) -> None:
+def _on_meta(model: nn.Module) -> list[str]:
+    return [name for name, p in model.named_parameters() if part_of(p).is_meta]
+
+
+def _agree_beside(job: World, model: nn.Module, made: Plan) -> None:
     """ConfigError unless ranks that have other parts of parameters compute the same units again: each calls the model's own collectives then."""
-    names = [p.name for unit in made.layouts for p in unit.spec.parameters]
-    job.agree(hashlib.blake2b(repr(names).encode(), digest_size=6).hexdigest(), "the model (its parameters' names)")
+    names = [p.name for unit in made.layouts for p in unit.spec.parameters], _on_meta(model)
+    job.agree(hashlib.blake2b(repr(names).encode(), digest_size=6).hexdigest(), "the model (its parameters' names, and which are on meta)")
     facts = {"activations": made.activations, "asked": made.asked, "kept": made.kept, "batch known": made.batch is not None}
     for name, value in facts.items():
         job.agree(value, f"the plan's {name} (budgets and settings are to be the same; say activations=, if parts differ in size)")
@@ -152,7 +159,7 @@ def _agree_beside(job: World, made: Plan) -> None:
 def _agree(world: World, model: nn.Module, made: Plan) -> None:
     """ConfigError unless all ranks have the same model and plan: each would wait for what others never do."""
     parameters = [(p.name, p.numel, p.dtype, p.trained) for unit in made.layouts for p in unit.spec.parameters]
-    meta = [name for name, p in model.named_parameters() if p.is_meta]
+    meta = _on_meta(model)
     digest = hashlib.blake2b(repr((parameters, meta)).encode(), digest_size=6).hexdigest()
     world.agree(f"{len(parameters)} parameters ({digest})", "the model (its parameters' names, sizes, dtypes, what is trained and on meta)")
     chunks = [len(u.trained.chunks) for u in made.layouts if u.trained]
@@ -194,31 +201,28 @@ def prepare(
         raise ConfigError(f"{type(model).__name__} has no parameters to prepare")
     share = _share_in(world, stage)
     target = make_device(device)
+    job = world if beside is None else beside.home
     try:
-        specs = _specs(found, precision)
-        made = plan or plan_units(
-            specs,
-            _capacities(tiers, target, specs, _batch(batch), precision.compute),
-            precision,
-            place=place,
-            batch=_batch(batch),
-            activations=activations,
-            accumulate=accumulate,
-            share=share,
-        )
-        if made.share != share:
-            raise ConfigError(f"plan is for {made.share.text}, and this is {share.text}: make it with plan(..., ranks=, rank=, stage=, replicate=)")
-        if made.passing and (updates != "backward" or accumulate > 1):
-            raise ConfigError(
-                'plan was made with keep_gradients=False, which wants updates="backward" and accumulate=1: gradients pass to their updates and '
-                "cannot wait for step() nor be summed. Give these, or make the plan with keep_gradients=True"
+        with alike(job, "planning"):
+            specs = _specs(found, precision)
+            made = plan or plan_units(
+                specs,
+                _capacities(tiers, target, specs, _batch(batch), precision.compute),
+                precision,
+                place=place,
+                batch=_batch(batch),
+                activations=activations,
+                accumulate=accumulate,
+                share=share,
             )
+            _check_plan(made, share, updates, accumulate)
         if beside is not None:
-            _agree_beside(beside.home, made)
+            _agree_beside(beside.home, model, made)
         if world is not None:
             _agree(world, model, made)
         own = _own_bytes(model)
-        _check_machine(own, made, target, world if beside is None else beside.home)
+        with alike(job, "looking for memory"):
+            _check_machine(own, made, target, job)
         target.in_flight_bytes_most = made.working.in_flight
         target.resident_bytes_most = base_bytes(unknown=own) + made.peak_bytes["host"] + tiers.device
         target.keep(made.surge_bytes, made.free_bytes, made.reuses_freed)
@@ -227,6 +231,16 @@ def prepare(
         target.close()
         raise
     return model
+
+
+def _check_plan(made: Plan, share: Share, updates: str, accumulate: int) -> None:
+    if made.share != share:
+        raise ConfigError(f"plan is for {made.share.text}, and this is {share.text}: make it with plan(..., ranks=, rank=, stage=, replicate=)")
+    if made.passing and (updates != "backward" or accumulate > 1):
+        raise ConfigError(
+            'plan was made with keep_gradients=False, which wants updates="backward" and accumulate=1: gradients pass to their updates and '
+            "cannot wait for step() nor be summed. Give these, or make the plan with keep_gradients=True"
+        )
 
 
 def _own_bytes(model: nn.Module) -> int:
@@ -240,9 +254,10 @@ def _check_machine(own: int, made: Plan, device: Device, world: World | None) ->
     peak, usable, whose = made.peak_bytes, limits.usable, "this process's own"
     need = peak["host"] + (peak["device"] if device.name != "cuda" else 0) + max(own, base_bytes(unknown=0))
     if world is not None:  # all have looked before any allocates
-        others = world.local_size - 1
-        usable = min(usable + others * resident_bytes(), limits.cgroup if limits.cgroup is not None else usable + others * resident_bytes())
-        need = max(world.share(need, "memory needed")) * world.local_size
+        held = resident_bytes()
+        told = world.share([need, held], "memory needed")
+        need, usable = world.of_machine([n for n, _ in told]), usable + world.of_machine([n for _, n in told]) - held
+        usable = min(usable, limits.cgroup) if limits.cgroup is not None else usable
         whose = f"its {world.local_size} processes' own"
     if need > usable:
         raise PlanError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import os
 import random
@@ -17,7 +18,7 @@ import xxhash
 import offload
 from checkpoints import digest, steps, trained
 from helpers import Prepared
-from offload.checkpoint import blocks, disk, save
+from offload.checkpoint import blocks, disk, save, together
 from offload.checkpoint.manifest import Manifest, verify
 from offload.errors import CheckpointError
 
@@ -53,6 +54,49 @@ def test_any_parts_of_any_size(tmp_path: Path, direct: None, nbytes: int) -> Non
             assert blocks.write_blocks(file, map(blocks.given, parts), 8192) == (nbytes, xxhash.xxh3_128_hexdigest(b"".join(parts)))
         assert where.read_bytes() == b"".join(parts)
     assert not (tmp_path / "spare").exists()
+
+
+class Noted:
+    """What was hashed, by where it lies."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, bytes]] = []
+
+    def update(self, data: memoryview, at: int) -> None:
+        self.seen.append((at, bytes(data)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stretches_of_several_writers_in_one_file(tmp_path: Path, seed: int) -> None:
+    """Each byte is written once, pages that stretches share through the cache, all others past it; and hashed in order."""
+    draw = random.Random(seed)
+    nbytes = draw.choice((300_001, 20_000, 9000))
+    data, at, cuts = draw.randbytes(nbytes), 0, [0]
+    while at < nbytes:
+        at = min(nbytes, at + draw.choice((1, 700, 4096, 8192, 30_000)))
+        cuts.append(at)
+    own: list[list[tuple[int, int]]] = [[], [], []]
+    for first, last in itertools.pairwise(cuts):
+        draw.choice(own).append((first, last))
+    with disk.create_large(tmp_path / "x", nbytes) as file:
+        file.truncate(nbytes)
+    for ranges in own:
+        noted, asked = Noted(), list[int]()
+
+        def parts(first: int, last: int) -> Iterator[blocks.Part]:
+            asked.append(sum(len(seen) for _, seen in noted.seen))  # noqa: B023
+            middle = draw.randint(first, last)
+            yield from (blocks.given(data[first:middle]), blocks.given(data[middle:last]))
+
+        with together._existing(tmp_path / "x", os.O_DIRECT) as file, together._existing(tmp_path / "x", 0) as edges:
+            flags = fcntl.fcntl(file, fcntl.F_GETFL)
+            stretches = [blocks.Stretch(first, parts(first, last), alone=True) for first, last in ranges]
+            blocks.write_stretches(file, edges, stretches, 8192, noted)
+            assert fcntl.fcntl(file, fcntl.F_GETFL) == flags  # nothing that is no whole page was tried past the cache
+        assert b"".join(seen for _, seen in noted.seen) == b"".join(data[first:last] for first, last in ranges)
+        assert all(data[at : at + len(seen)] == seen for at, seen in noted.seen)
+        assert asked == list(itertools.accumulate((last - first for first, last in ranges), initial=0))[:-1]
+    assert (tmp_path / "x").read_bytes() == data
 
 
 def taken(spare: Path) -> Callable[[Path], bool]:

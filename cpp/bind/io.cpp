@@ -9,6 +9,7 @@
 
 #include "io/channel.h"
 #include "io/checksum.h"
+#include "io/digest.h"
 #include "io/faults.h"
 #include "io/threads.h"
 #include "io/uring.h"
@@ -481,6 +482,23 @@ void translate(std::exception_ptr raised) {
   }
 }
 
+void bind_digest(py::module_& m) {
+  using io::Digest;
+  py::class_<Digest>(m, "Digest")
+      .def(py::init<>())
+      .def(py::init([](const py::bytes& state) { return Digest::of_state(state); }), py::arg("state"))
+      .def(
+          "update",
+          [](Digest& digest, const py::buffer& data) {
+            const py::buffer_info info = data.request();
+            const py::gil_scoped_release others;
+            digest.update(info.ptr, static_cast<size_t>(info.size * info.itemsize));
+          },
+          py::arg("data"))
+      .def("hexdigest", &Digest::hex)
+      .def("state", [](const Digest& digest) { return py::bytes(digest.state()); });
+}
+
 }  // namespace
 
 void bind_io(py::module_& m) {
@@ -495,6 +513,7 @@ void bind_io(py::module_& m) {
       },
       py::arg("address"), py::arg("nbytes"), py::arg("table") = false, py::call_guard<py::gil_scoped_release>());
   m.attr("CHECKSUM_WAY") = io::checksum_way();
+  bind_digest(m);
   bind_engine(m);
   bind_file(m);
   bind_pipeline(m);

@@ -1,5 +1,6 @@
 target_sources(offload_core PRIVATE
   cpp/io/checksum.cpp
+  cpp/io/digest.cpp
   cpp/io/engine.cpp
   cpp/io/error.cpp
   cpp/io/faults.cpp

@@ -20,12 +20,17 @@ from offload.checkpoint.dtypes import STORED
 from offload.checkpoint.manifest import STATE, TENSORS
 from offload.checkpoint.modules import is_extra_state
 from offload.checkpoint.names import Place, hub_model, stored_places
+from offload.checkpoint.save import own_elements
+from offload.checkpoint.shared import Runs, Values, write_shared
 from offload.checkpoint.tensorfile import read_header
 from offload.checkpoint.weights import Stored, records_by_name, values
 from offload.checkpoint.writer import Output, write_directory
 from offload.config import parse_size
+from offload.dist.divided import Place as Part
+from offload.dist.divided import is_divided
+from offload.engine.engine import Engine
 from offload.engine.record import DTYPES, Record
-from offload.engine.registry import engine_of, refuse_divided
+from offload.engine.registry import engine_of
 from offload.engine.state import State
 from offload.errors import CheckpointError, ConfigError, named
 
@@ -56,7 +61,7 @@ class _OfRecord:
 
     @property
     def shape(self) -> torch.Size:
-        return self.record.shape
+        return self.record.whole_shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,6 +69,17 @@ class _OfRecord:
 
     def read(self, first: int, stop: int) -> Iterator[torch.Tensor]:
         return self.state.read_parts(self.record, first, stop, PIECE)
+
+    def own(self, first: int, stop: int, low: int, high: int) -> Iterator[Values]:
+        """Of elements [first, stop) of the whole those that are among elements [low, high) of this rank's part, counted from `first` on."""
+        place = self.record.divided.place if self.record.divided is not None else None
+        begin, end = place.within(first, stop) if place is not None else (first, stop)
+        at, end = max(begin, low), min(end, high)
+        if at >= end:
+            return
+        for piece in self.state.read_parts(self.record, at, end, PIECE, own=True):
+            yield Values(piece, partial(_runs, place, at, at + piece.numel(), first))
+            at += piece.numel()
 
 
 @dataclass(frozen=True)
@@ -112,23 +128,25 @@ def save_pretrained(model: nn.Module, directory: str | Path, max_shard_size: int
     Parameters have their own dtypes (one in fp32 is written from its master), tied ones are there once, names and form are those of transformers.
     Weights are one file, or shards of at most `max_shard_size` (bytes, or as "5GB") with an index; a transformers model has its configuration
     beside them. All of it is written aside, synchronised and read back before it is put in place; other files in the directory stay.
+    Of several ranks all call it, with the same arguments, a directory that all see: each writes what rests on it, and reads that back.
     CheckpointError: it could not be written or reads back wrong, and what was there is as it was, unless the message says otherwise.
     """
     engine = engine_of(model)
-    refuse_divided(engine, "save_pretrained()")
     names = records_by_name(model, engine)
     tensors: dict[str, Lazy] = {}
     for name, value in model.state_dict().items():
         if name in names:
             tensors[name] = _OfRecord(names[name], engine.state)
         elif isinstance(value, torch.Tensor):
+            if is_divided(value):
+                raise ConfigError(f"{name} is a DTensor and no parameter, which save_pretrained() does not know: make it a plain tensor")
             tensors[name] = OfTensor(value)
         else:  # a module's extra state
             log.warning("%s of the model is %s: files of weights hold tensors alone, and lack it", name, type(value).__name__)
     tied: dict[int, list[str]] = {}
     for name, record in names.items():
         tied.setdefault(record.number, []).append(name)
-    _write(model, tensors, tied.values(), Path(directory), max_shard_size)
+    _write(model, tensors, tied.values(), Path(directory), max_shard_size, engine=engine)
 
 
 def export(
@@ -176,8 +194,9 @@ def saved_tensors(directory: Path) -> dict[str, Lazy]:
 
 
 def _write(
-    model: nn.Module, tensors: dict[str, Lazy], tied: Iterable[list[str]], directory: Path, max_shard_size: int | str, beside: Sequence[Path] = ()
-) -> list[str]:
+    model: nn.Module, tensors: dict[str, Lazy], tied: Iterable[list[str]], directory: Path, max_shard_size: int | str, beside: Sequence[Path] = (),
+    engine: Engine | None = None,
+) -> list[str]:  # fmt: skip
     most = parse_size(max_shard_size)
     if most < 1:
         raise ConfigError(f"max_shard_size={max_shard_size!r}: give a size above 0")
@@ -198,7 +217,34 @@ def _write(
         for file in beside:
             shutil.copyfile(file, path / file.name)
 
-    return write_directory(directory, outputs, most, parameters, others)
+    if engine is None or engine.job is None:
+        return write_directory(directory, outputs, most, parameters, others)
+    engine.synchronize()
+    return write_shared(engine.job, directory, outputs, most, parameters, others, partial(_own, engine, tensors, places))
+
+
+def _own(engine: Engine, tensors: Mapping[str, Lazy], places: Mapping[str, Place], number: int, output: Output) -> Iterator[Values]:
+    """What this rank writes of a stored tensor; the first rank all that is no parameter."""
+    at = 0
+    for run in places[output.name].runs:
+        tensor = tensors[run.name]
+        if isinstance(tensor, _OfRecord):
+            for piece, runs in tensor.own(run.start, run.start + run.numel, *own_elements(engine, tensor.record, number)):
+                yield Values(piece, partial(_shifted, runs, at))
+        elif engine.job is not None and engine.job.rank == 0:
+            (piece,) = tensor.read(run.start, run.start + run.numel)
+            yield Values(piece, partial(_runs, None, 0, piece.numel(), -at))
+        at += run.numel
+
+
+def _runs(place: Part | None, first: int, stop: int, base: int) -> Iterator[tuple[int, int, int]]:
+    """Those of elements [first, stop) of a part, counted from the first, and from element `base` of the whole."""
+    for begin, end, there in place.runs(first, stop) if place is not None else [(first, stop, first)]:
+        yield begin - first, end - first, there - base
+
+
+def _shifted(runs: Runs, by: int) -> Iterator[tuple[int, int, int]]:
+    return ((first, stop, at + by) for first, stop, at in runs())
 
 
 def _kept(model: nn.Module, names: list[str]) -> str:

@@ -19,6 +19,7 @@ from offload.checkpoint.manifest import STATE, TENSORS, read_manifest, verify
 from offload.checkpoint.modules import extra_state_keys, persistent_buffers, set_extra_states
 from offload.checkpoint.save import PIECE, checked, group_names, place_of, stored_moments
 from offload.checkpoint.tensorfile import Entry, read_header
+from offload.dist.collectives import alike
 from offload.dist.divided import Place
 from offload.dist.world import World
 from offload.engine.engine import Engine
@@ -61,6 +62,16 @@ def _verify_for_all(directory: Path, world: World) -> None:
 def restore(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """`load` of a checkpoint that has been verified."""
     engine, adam = checked(model, optimizer, "load()")
+    with alike(engine.job, f"loading {directory}"):
+        state, settings, more, modules, extra = _restore(directory, model, engine, adam)
+    _install(engine, adam, state, settings, more)
+    with alike(engine.job, f"loading {directory}"):
+        set_extra_states(model, modules)
+    return extra
+
+
+def _restore(directory: Path, model: nn.Module, engine: Engine, adam: Adam) -> tuple[SavedState, list[Any], dict[str, Any], dict[str, Any], Any]:
+    """Compares everything, then reads values. What it gives is for `_install`, then the extra state of modules, and `extra`."""
     if read_manifest(directory).files.keys() != {STATE, TENSORS}:
         raise CheckpointError(f"{directory} has other files than {STATE} and {TENSORS}; take another checkpoint")
     state, entries = read_state(directory), read_header(directory / TENSORS)
@@ -88,9 +99,7 @@ def restore(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
         raise CheckpointError(
             f"{directory / TENSORS} could not be read to its end, so the model is loaded in part only: {error.strerror or error}; load again"
         ) from error
-    _install(engine, adam, state, settings, more)
-    set_extra_states(model, modules)
-    return extra
+    return state, settings, more, modules, extra
 
 
 # What is compared
@@ -209,31 +218,27 @@ def _whole(file: FileIO, entry: Entry) -> torch.Tensor:
     return value.view(entry.shape)
 
 
-def _reader(file: FileIO, entry: Entry, place: Place | None) -> Callable[[torch.Tensor], None]:
-    """Fills one flat tensor after another with what the file has of `entry`, where it stands, or of this rank's part of it."""
-    if place is None:
-        return lambda out: _read(file, out)
-    at = 0
+def _reader(file: FileIO, entry: Entry, place: Place | None) -> Callable[[int, torch.Tensor], None]:
+    """Fills a flat tensor with what the file has of `entry`, or of this rank's part of it, from element `at` on."""
 
-    def read(out: torch.Tensor) -> None:
-        nonlocal at
-        for first, stop, there in place.runs(at, at + out.numel()):
+    def read(at: int, out: torch.Tensor) -> None:
+        stop = at + out.numel()
+        for first, end, there in place.runs(at, stop) if place is not None else [(at, stop, at)]:
             file.seek(entry.start + there * out.itemsize)
-            _read(file, out[first - at : stop - at])
-        at += out.numel()
+            _read(file, out[first - at : end - at])
 
     return read
 
 
-def _pieces(read: Callable[[torch.Tensor], None], numel: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    for at in range(0, numel, PIECE):
-        part = torch.empty(min(PIECE, numel - at), dtype=dtype)
-        read(part)
+def _pieces(read: Callable[[int, torch.Tensor], None], first: int, stop: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    for at in range(first, stop, PIECE):
+        part = torch.empty(min(PIECE, stop - at), dtype=dtype)
+        read(at, part)
         yield part
 
 
 def _fill(engine: Engine, file: FileIO, entries: dict[str, Entry], buffers: dict[str, torch.Tensor]) -> None:
-    """Reads what belongs to the model, once through the file."""
+    """Reads what belongs to the model and rests on this rank, once through the file."""
     records = {r.name: r for r in engine.records}
     for name, entry in sorted(entries.items(), key=lambda e: e[1].start):
         role, _, of = name.partition("/")
@@ -249,7 +254,8 @@ def _fill_parameter(engine: Engine, record: Record, role: str, file: FileIO, ent
     whole = role in (VALUE, MASTER)
     read = _reader(file, entry, place_of(engine, record, None if whole else role))
     if whole:
-        engine.state.write_parts(record, _pieces(read, record.numel, OF_STORED[entry.dtype]), exact=True)
+        first, stop = engine.state.kept(record)
+        engine.state.write_parts(record, _pieces(read, first, stop, OF_STORED[entry.dtype]), first, exact=True)
     else:
         engine.state.write_stored(record, role, read)
 

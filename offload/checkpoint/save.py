@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -20,7 +21,8 @@ from offload.checkpoint.dtypes import STORED
 from offload.checkpoint.manifest import STATE, TENSORS, Manifest, may_replace
 from offload.checkpoint.modules import extra_states, persistent_buffers
 from offload.checkpoint.tensorfile import Entry, arrange, header
-from offload.checkpoint.together import Placed, save_together
+from offload.checkpoint.together import Piece, save_together
+from offload.dist.collectives import alike, assemble
 from offload.dist.divided import Place, is_divided
 from offload.engine.engine import Engine
 from offload.engine.record import DTYPE_NAMES, DTYPES, Record
@@ -34,18 +36,19 @@ ROOM = 64 << 20  # bytes of pieces and blocks that are in memory at once, at mos
 
 
 class Held(NamedTuple):
-    """A tensor to write: its values in stretches, in order. `own`: those of this rank, in flat CPU tensors, each with the number of its first; else
-    the first rank has all."""
+    """A tensor to write. `stretches(first, stop)`: its values in order, of those elements of the parameter that it is of, or of all. `record`: that
+    parameter, of which each of several ranks has its own; else the first has all. `role`: of moments that are stored in an array of their own."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    stretches: Callable[[], Iterable[Source]]
-    own: Callable[[], Iterable[tuple[int, torch.Tensor]]] | None = None
+    stretches: Callable[..., Iterable[Source]]
+    record: Record | None = None
+    role: str | None = None
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self, first: int = 0, stop: int | None = None) -> Iterator[Part]:
         """What it is in a file."""
-        for source in self.stretches():
+        for source in self.stretches(first, stop):
             size = self.dtype.itemsize
             yield Part(source.numel * size, partial(_fill, source, self.dtype), partial(_there, source, size))
 
@@ -81,13 +84,14 @@ def save_through(
     target = Path(os.path.abspath(directory))
     if "\0" in str(target):
         raise ConfigError(f"{str(target)!r} can be no directory, as it has a zero byte; save to another")
-    state, tensors = _gather(engine, adam, extra)
+    with alike(engine.job, f"saving to {target}"):
+        state, tensors = _gather(engine, adam, extra)
     engine.device.make_room(ROOM)
     entries, of = arrange((t.name, STORED[t.dtype], t.shape) for t in tensors), {t.name: t for t in tensors}
     first, ordered = header(entries), [(of[name], entry) for name, entry in entries.items()]
     nbytes = sum(entry.nbytes for entry in entries.values())
     if engine.job is not None:
-        save_together(engine.job, target, saving, state.render(), first, nbytes, lambda: _own_pieces(ordered, len(first), engine), take)
+        save_together(engine.job, target, saving, state.render(), len(first) + nbytes, _pieces(ordered, first, engine), _room(engine), take)
         return
     try:
         with disk.replacing(target, may_replace, saving) as where:
@@ -113,23 +117,66 @@ def _room(engine: Engine) -> int:
     return engine.plan.free_bytes if engine.device.compute.type == "cpu" else engine.budgets["host"].free
 
 
-def _own_pieces(tensors: Iterable[tuple[Held, Entry]], first: int, engine: Engine) -> Iterator[Placed]:
-    """What this rank writes of tensors that begin at byte `first`. Of groups that hold the same each writes some of the tensors."""
-    across = engine.world.across if engine.world is not None else None
+def _pieces(tensors: Iterable[tuple[Held, Entry]], first: bytes, engine: Engine) -> list[Piece]:
+    """What this rank writes of a file that begins with the bytes `first`, in order. Of groups that hold the same each writes some of the tensors."""
+    job = engine.job
+    assert job is not None
+    pieces = [Piece(0, len(first), lambda: [given(first)])] if job.rank == 0 else []
     for i, (tensor, entry) in enumerate(tensors):
-        if tensor.own is None:
-            if engine.job is not None and engine.job.rank:
-                continue
-        elif across is not None and i % across.size != across.rank:
+        start = len(first) + entry.start
+        if tensor.record is None:
+            if job.rank == 0:
+                pieces.append(Piece(start, start + entry.nbytes, tensor.parts))
             continue
-        if tensor.own is not None:
-            for at, own in tensor.own():
-                yield first + entry.start + at * tensor.dtype.itemsize, own.view(torch.uint8).numpy().data
+        place, (low, high) = place_of(engine, tensor.record, tensor.role), own_elements(engine, tensor.record, i)
+        if place is not None and math.prod(tensor.shape) > place.stride:  # of rows that ranks share
+            stop = start + entry.nbytes if i % job.size == job.rank else start
+            pieces.append(Piece(start, stop, partial(_assembled, engine, tensor, place, low, high, stop > start), joint=True))
             continue
-        start = first + entry.start
-        for part in tensor.parts():
-            yield start, part.read()
-            start += part.nbytes
+        per = engine.state.form.part(tensor.role).group if tensor.role is not None else 1
+        begin, end = low // per, -(-high // per)
+        if begin < end:
+            size, at = tensor.dtype.itemsize, start if place is None else start + place.first * tensor.dtype.itemsize
+            pieces.append(Piece(at + begin * size, at + end * size, partial(tensor.parts, low, high)))
+    return pieces
+
+
+def own_elements(engine: Engine, record: Record, number: int) -> tuple[int, int]:
+    """The elements of a parameter, or of this rank's part of it, that this rank writes of the tensor of that number, first and behind the last."""
+    across = engine.world.across if engine.world is not None else None
+    elsewhere = across is not None and number % across.size != across.rank
+    alike = engine.beside is not None and engine.beside.rank > 0 and (record.divided is None or record.divided.place is None)
+    return (0, 0) if elsewhere or alike else engine.state.own(record)
+
+
+def _assembled(engine: Engine, tensor: Held, place: Place, low: int, high: int, here: bool) -> Iterator[Part]:
+    """A tensor of which ranks have every row a part, put together some rows at a time: nothing, unless it is to be written `here`. Of the parameter's
+    elements this rank gives those from `low` to `high`. What fails is raised at the end, as other ranks wait."""
+    job, trouble = engine.job, None
+    assert job is not None
+    for at in range(0, math.prod(tensor.shape), PIECE):
+        block = torch.zeros(min(PIECE, math.prod(tensor.shape) - at), dtype=tensor.dtype)
+        begin, end = place.within(at, at + block.numel())
+        try:
+            if trouble is None:
+                _put_own(tensor, place, max(begin, low), min(end, high), block, at)
+        except Exception as error:
+            trouble = error
+        assemble(job, block, f"{tensor.name}, to be saved")
+        if here:
+            yield given(block.view(torch.uint8).numpy().data)
+    if trouble is not None:
+        raise trouble
+
+
+def _put_own(tensor: Held, place: Place, first: int, stop: int, block: torch.Tensor, at: int) -> None:
+    """Elements [first, stop) of a part go to where they lie in `block`, which has the whole's from `at` on."""
+    for source in tensor.stretches(first, stop) if first < stop else ():
+        values = torch.empty(source.numel, dtype=tensor.dtype)
+        source.fill(0, values, torch.empty(values.nbytes, dtype=torch.uint8))()
+        for begin, end, there in place.runs(first, first + source.numel):
+            block[there - at : there - at + end - begin] = values[begin - first : end - first]
+        first += source.numel
 
 
 def checked(model: nn.Module, optimizer: torch.optim.Optimizer, doing: str) -> tuple[Engine, Adam]:
@@ -211,8 +258,7 @@ def _of_parameter(engine: Engine, record: Record, moved: bool) -> Iterator[Held]
     state = engine.state
 
     def held(prefix: str, role: str, dtype: torch.dtype, shape: tuple[int, ...], *, stored: bool = False) -> Held:
-        sources, own = partial(state.sources, record, role, stored), partial(_own, engine, record, role, stored)
-        return Held(f"{prefix}/{record.name}", dtype, shape, sources, own)
+        return Held(f"{prefix}/{record.name}", dtype, shape, partial(state.sources, record, role, stored), record, role if stored else None)
 
     if not record.trained:
         yield held(VALUE, "value", record.dtype, tuple(record.parameter.shape))
@@ -220,16 +266,6 @@ def _of_parameter(engine: Engine, record: Record, moved: bool) -> Iterator[Held]
     yield held(MASTER, "master", torch.float32, tuple(record.parameter.shape))
     for role, dtype, shape in stored_moments(engine, record) if moved else ():
         yield held(role, role, dtype, shape, stored=True)
-
-
-def _own(engine: Engine, record: Record, role: str, stored: bool) -> Iterator[tuple[int, torch.Tensor]]:
-    """What this rank writes of a role of a parameter; of one that is divided over ranks its part, in as many pieces as that has runs."""
-    place = place_of(engine, record, role if stored else None)
-    if place is None and engine.beside is not None and engine.beside.rank:
-        return
-    for at, part in engine.state.stream_own(record, role, stored):
-        for first, stop, there in place.runs(at, at + part.numel()) if place is not None else [(at, at + part.numel(), at)]:
-            yield there, part[first - at : stop - at]
 
 
 def place_of(engine: Engine, record: Record, role: str | None) -> Place | None:
@@ -260,7 +296,7 @@ def _plain(name: str, tensor: torch.Tensor, what: str) -> Held:
         said = f"a {kind}, {tensor.dtype}, {tensor.layout} on {tensor.device}"
         raise ConfigError(f"{what} is {said}, which a checkpoint does not hold; convert it first")
 
-    def stretches() -> Iterator[Source]:
+    def stretches(first: int = 0, stop: int | None = None) -> Iterator[Source]:
         flat = tensor.detach().reshape(-1)
         for at in range(0, flat.numel(), PIECE):
             piece = flat[at : at + PIECE]

@@ -1,111 +1,145 @@
-"""A checkpoint's tensors, written by all ranks at once: each its own pieces, where shapes alone say that they lie.
+"""A checkpoint's tensors, written by all ranks at once: each its own stretches, where shapes alone say that they lie.
 
-The first rank makes the directory and, once all have written, reads the file back for the manifest's checksum: it compares each piece with the
-checksum that its writer took, and finds gaps. Whatever fails on one rank fails on all, and leaves nothing.
+The first rank makes the directory; its checksum comes by way of all ([Note: relay]), so nothing is read back. Whatever fails on one rank fails on
+all, and leaves nothing.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-import xxhash
-
-from offload.checkpoint import disk
+from offload.checkpoint import blocks, disk
+from offload.checkpoint.blocks import Part, Stretch
 from offload.checkpoint.manifest import STATE, TENSORS, Listed, Manifest, may_replace
+from offload.checkpoint.relay import Relay, Spoilt
 from offload.dist.world import World
-from offload.errors import CheckpointError, SwapError
+from offload.errors import CheckpointError, OffloadError, RankError
 
+log = logging.getLogger("offload")
 T = TypeVar("T")
-Placed = tuple[int, memoryview]  # where it lies in the file, and its bytes
-_Note = list[int | str]  # where a piece lies, its bytes, and their checksum
+
+
+class Piece(NamedTuple):
+    """What this rank writes: bytes [start, stop) of the file, made of `parts()`. `joint`: these are made by all ranks together, which come to them
+    in one order, whether they write any of it or not; they do not raise but at their end."""
+
+    start: int
+    stop: int
+    parts: Callable[[], Iterable[Part]]
+    joint: bool = False
 
 
 def save_together(
-    world: World, target: Path, saving: Path | None, state: bytes, header: bytes, nbytes: int, pieces: Callable[[], Iterable[Placed]],
-    take: Callable[[Path], bool],
-) -> None:  # fmt: skip
-    """Writes `target`: `header` and `nbytes` bytes of tensors, of which this rank has `pieces`, and `state`. `take` as in `disk.create_large`.
-    CheckpointError, on all ranks."""
+    world: World, target: Path, saving: Path | None, state: bytes, nbytes: int, pieces: Sequence[Piece], room: int, take: Callable[[Path], bool]
+) -> None:
+    """Writes `target`: a file of `nbytes` bytes of tensors, of which this rank has `pieces`, in order, and `state`. `room` as in
+    `Manifest.add_large`, `take` as in `disk.create_large`. CheckpointError, on all ranks."""
     with ExitStack() as closing:
 
-        def begin() -> str:
-            where = closing.enter_context(disk.replacing(target, may_replace, saving))
-            with disk.create_large(where / TENSORS, len(header) + nbytes, take) as file:
-                disk.write_at(file, memoryview(header), 0)
-                file.truncate(len(header) + nbytes)
-            return str(where)
+        def begin() -> tuple[str, list[tuple[int, int]]]:
+            where = ""
+            if world.rank == 0:
+                path = closing.enter_context(disk.replacing(target, may_replace, saving))
+                with disk.create_large(path / TENSORS, nbytes, take) as file:
+                    file.truncate(nbytes)
+                where = str(path)
+            return where, [(p.start, p.stop) for p in pieces if p.stop > p.start]
 
-        where = Path(_all(world, target, begin if world.rank == 0 else lambda: "")[0])
-        notes = _all(world, target, lambda: _write(where / TENSORS, pieces()))
+        found = on_all(world, target, begin)
+        where = Path(found[0][0])
+        relay = Relay(world, [ranges for _, ranges in found], str(target))
+        sums = on_all(world, target, lambda: _write(where / TENSORS, pieces, relay, blocks.block_bytes(room)))
 
         def finish() -> None:
             manifest = Manifest()
-            manifest.files[TENSORS] = _read_back(where / TENSORS, header, nbytes, [note for found in notes for note in found])
+            manifest.files[TENSORS] = Listed(nbytes, next(text for text in sums if text is not None))
             manifest.add(where, STATE, [state])
             manifest.write(where)
             closing.close()
 
-        _all(world, target, finish if world.rank == 0 else lambda: None)
+        on_all(world, target, finish if world.rank == 0 else lambda: None)
 
 
-def _all(world: World, target: Path, act: Callable[[], T]) -> list[T]:
-    """What `act` gives on every rank, once it has ended on all. What it raises on one is raised on all."""
-    trouble: OSError | CheckpointError | None = None
+def on_all(world: World, target: Path, act: Callable[[], T]) -> list[T]:
+    """What `act` gives on every rank, as JSON has it, once it has ended on all. What it raises on one is raised on all."""
+    trouble: Exception | None = None
     result: T | None = None
     try:
         result = act()
-    except (OSError, CheckpointError) as error:
+    except RankError:
+        raise
+    except Exception as error:
         trouble = error
     found = world.share([_text(target, world.rank, trouble), result], f"the save to {target}")
     said = next((text for text, _ in found if text is not None), None)
-    if isinstance(trouble, SwapError):
+    if isinstance(trouble, OSError) and not isinstance(trouble, OffloadError):
+        raise CheckpointError(_text(target, world.rank, trouble)) from trouble
+    if trouble is not None:
         raise trouble
     if said is not None:
-        raise CheckpointError(said) from trouble
+        raise CheckpointError(said)
     return [value for _, value in found]
 
 
-def _text(target: Path, rank: int, error: OSError | CheckpointError | None) -> str | None:
-    if error is None or isinstance(error, CheckpointError):
-        return str(error) if error is not None else None
-    return (
-        f"cannot save to {target}: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}, on rank {rank}; what was there "
-        "before is as it was. Make room or mend the drive and save again, or save elsewhere"
-    )
+def _text(target: Path, rank: int, error: Exception | None) -> str | None:
+    if isinstance(error, OSError) and not isinstance(error, OffloadError):
+        return (
+            f"cannot save to {target}: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}, on rank {rank}; what was there "
+            "before is as it was. Make room or mend the drive and save again, or save elsewhere"
+        )
+    return None if error is None else str(error) if isinstance(error, OffloadError) else f"the save to {target} failed on rank {rank}: {error!r}"
 
 
-def _write(path: Path, pieces: Iterable[Placed]) -> list[_Note]:
-    notes: list[_Note] = []
-    waiting = 0
-    with FileIO(path, "r+b") as file:
-        for at, data in pieces:
-            file.seek(at)
-            disk.write(file, data)
-            notes.append([at, data.nbytes, xxhash.xxh3_64_hexdigest(data)])
-            waiting += data.nbytes
-            if waiting >= disk.WINDOW:  # few dirty pages, and few that stay
-                disk.sync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                waiting = 0
-        disk.sync(file.fileno())
-    return notes
+def _write(path: Path, pieces: Sequence[Piece], relay: Relay, block: int) -> str | None:
+    """Writes this rank's pieces; the file's checksum, on the rank that has its end."""
+    begun: list[Iterator[Part]] = []
+
+    def stretches() -> Iterator[Stretch]:
+        for piece in pieces:
+            begun.append(iter(piece.parts()))
+            yield Stretch(piece.start, begun[-1], piece.joint)
+
+    try:
+        with _existing(path, os.O_DIRECT) as file, _existing(path, 0) as edges:
+            blocks.write_stretches(file, edges, stretches(), block, relay)
+            disk.sync(edges.fileno())
+    except RankError:  # it ends the job
+        raise
+    except Exception as error:
+        _go_through(pieces, begun, relay)
+        if isinstance(error, Spoilt):
+            return None
+        raise
+    relay.settle()
+    return relay.hexdigest()
 
 
-def _read_back(path: Path, header: bytes, nbytes: int, notes: list[_Note]) -> Listed:
-    whole, end = xxhash.xxh3_128(header), len(header)
-    with FileIO(path, "rb") as file:
-        file.seek(end)
-        for at, size, checksum in sorted(notes, key=lambda note: int(note[0])):
-            data = file.read(int(size)) or b""
-            if at != end or len(data) != size or xxhash.xxh3_64_hexdigest(data) != checksum:
-                raise CheckpointError(f"{path} does not read as ranks wrote it, at byte {at}; nothing was saved: mend the drive, or save elsewhere")
-            whole.update(data)
-            end += len(data)
-    if end != len(header) + nbytes:
-        raise CheckpointError(f"{path} lacks what is behind byte {end} of {len(header) + nbytes}, which no rank wrote; nothing was saved")
-    return Listed(end, whole.hexdigest())
+def _go_through(pieces: Sequence[Piece], begun: Sequence[Iterator[Part]], relay: Relay) -> None:
+    """What other ranks need of this one to come to their end, after it has failed: in the order of the file, as they come to it."""
+    for i, piece in enumerate(pieces):
+        if piece.joint:
+            try:
+                deque(begun[i] if i < len(begun) else piece.parts(), maxlen=0)
+            except RankError:
+                raise
+            except Exception as error:
+                log.debug("after a save has failed already: %r", error)
+        relay.skip(piece.start, piece.stop)
+    relay.settle()
+
+
+def _existing(path: Path, flag: int) -> FileIO:
+    """A file to write parts of; past the page cache by O_DIRECT, where that is to be had."""
+    try:
+        return FileIO(os.open(path, os.O_WRONLY | os.O_CLOEXEC | flag), "wb")
+    except OSError:
+        if not flag:
+            raise
+        return FileIO(os.open(path, os.O_WRONLY | os.O_CLOEXEC), "wb")

@@ -10,9 +10,12 @@ import logging
 import math
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from io import FileIO
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +28,12 @@ from offload.checkpoint.dtypes import OF_STORED
 from offload.checkpoint.modules import extra_state_keys, persistent_buffers, set_extra_states
 from offload.checkpoint.names import Place, renaming, stored_places, whole
 from offload.checkpoint.writer import INDEX, SINGLE
+from offload.dist.collectives import alike
+from offload.dist.divided import is_divided
 from offload.engine.engine import Engine
 from offload.engine.record import Record
-from offload.engine.registry import engine_of, refuse_divided
-from offload.errors import CheckpointError, named
+from offload.engine.registry import engine_of
+from offload.errors import CheckpointError, ConfigError, named
 
 log = logging.getLogger("offload")
 _PARTIAL = "so the model is loaded in part only; load again"
@@ -62,6 +67,21 @@ class Stored:
             disk.read(file, part.view(torch.uint8).numpy().data)
             yield part
 
+    def picked(self, file: FileIO, runs: Iterable[tuple[int, int]]) -> Iterator[torch.Tensor]:
+        """As `parts`, of runs of elements alone: the first of each, and how many."""
+        part, filled = torch.empty(PIECE, dtype=self.torch_dtype), 0  # of which as much as is written to takes memory
+        for first, left in runs:
+            while left:
+                n = min(left, PIECE - filled)
+                file.seek(self.start + first * part.itemsize)
+                disk.read(file, part[filled : filled + n].view(torch.uint8).numpy().data)
+                first, left, filled = first + n, left - n, filled + n
+                if filled == PIECE:
+                    yield part
+                    filled = 0
+        if filled:
+            yield part[:filled]
+
     @property
     def torch_dtype(self) -> torch.dtype:
         return OF_STORED[self.dtype]
@@ -81,11 +101,22 @@ class _Target:
 
     @property
     def filled(self) -> bool:
-        return bool(self.parts) and sum(p.shape.numel() for p in self.parts.values()) >= self.held.shape.numel()
+        return bool(self.parts) and sum(p.shape.numel() for p in self.parts.values()) >= shape_of(self.held).numel()
 
     @property
     def in_order(self) -> list[Stored]:
         return [self.parts[at] for at in sorted(self.parts)]
+
+    def within(self, record: Record, first: int, stop: int) -> Iterator[tuple[Stored, int, int]]:
+        """Where elements [first, stop) of a parameter, or of this rank's part of it, are stored: in which, from its element on, and how many."""
+        starts, place = sorted(self.parts), record.divided.place if record.divided is not None else None
+        for begin, end, there in place.runs(first, stop) if place is not None else [(first, stop, first)]:
+            left = end - begin
+            while left:
+                at = starts[bisect_right(starts, there) - 1]
+                n = min(left, self.parts[at].shape.numel() - (there - at))
+                yield self.parts[at], there - at, n
+                there, left = there + n, left - n
 
 
 def load_pretrained(model: nn.Module, directory: str | Path, *, strict: bool = True) -> Loaded:
@@ -96,10 +127,27 @@ def load_pretrained(model: nn.Module, directory: str | Path, *, strict: bool = T
     file is a `CheckpointError`, found before anything is written; with `strict=False` missing parameters keep the values they have, and are logged.
     So do missing buffers in any case. Names that the model has no place for, those of buffers that are not persistent among them, are logged and
     returned, but for those that the architecture says to ignore. Extra state that is a tensor goes to its module's `set_extra_state`.
+
+    Of several ranks all call it, and each reads what rests on it: its share, and of parameters that are DTensors that of its part. What fails on one
+    fails on all.
     """
     engine = engine_of(model)
-    refuse_divided(engine, "load_pretrained()")
     directory = Path(directory)
+    with alike(engine.job, f"reading {directory}"):
+        targets, extra, loaded = _checked(model, engine, directory, strict)
+    if loaded.missing:
+        log.warning("%s lacks %d tensors, which keep the values they have: %s", directory, len(loaded.missing), _few(loaded.missing))
+    if loaded.unexpected:
+        log.warning("%s has %d tensors that the model has no place for: %s", directory, len(loaded.unexpected), _few(loaded.unexpected))
+    with alike(engine.job, f"reading {directory}"):
+        for target in sorted((t for t in targets if t.filled), key=lambda t: (t.in_order[0].path, t.in_order[0].start)):
+            _fill(engine, target)
+        set_extra_states(model, {key: torch.cat(list(values([entry], _PARTIAL))).view(entry.shape) for key, entry in extra.items()})
+    return loaded
+
+
+def _checked(model: nn.Module, engine: Engine, directory: Path, strict: bool) -> tuple[list[_Target], dict[str, Stored], Loaded]:
+    """As `_assign`. OffloadError for what cannot be loaded."""
     stored = weights_in(directory)
     targets, extra, loaded = _assign(model, engine, stored)
     lacking = sorted(t.name for t in targets if isinstance(t.held, Record) and not t.filled)
@@ -109,17 +157,28 @@ def load_pretrained(model: nn.Module, directory: str | Path, *, strict: bool = T
             "With strict=False they keep the values they have"
         )
     loaded.missing = sorted(t.name for t in targets if not t.filled)
-    if loaded.missing:
-        log.warning("%s lacks %d tensors, which keep the values they have: %s", directory, len(loaded.missing), _few(loaded.missing))
-    if loaded.unexpected:
-        log.warning("%s has %d tensors that the model has no place for: %s", directory, len(loaded.unexpected), _few(loaded.unexpected))
-    for target in sorted((t for t in targets if t.filled), key=lambda t: (t.in_order[0].path, t.in_order[0].start)):
-        if isinstance(target.held, Record):
-            engine.state.write_parts(target.held, values(target.in_order, _PARTIAL))
-        else:
-            target.held.copy_(torch.cat(list(values(target.in_order, _PARTIAL))).view(target.held.shape))
-    set_extra_states(model, {key: torch.cat(list(values([entry], _PARTIAL))).view(entry.shape) for key, entry in extra.items()})
-    return loaded
+    divided = next((t.name for t in targets if t.filled and isinstance(t.held, torch.Tensor) and is_divided(t.held)), None)
+    if divided is not None:
+        raise ConfigError(f"buffer {divided} is a DTensor, which load_pretrained() does not know: make it a plain tensor, the same on all ranks")
+    return targets, extra, loaded
+
+
+def _fill(engine: Engine, target: _Target) -> None:
+    record = target.held
+    if isinstance(record, torch.Tensor):
+        record.copy_(torch.cat(list(values(target.in_order, _PARTIAL))).view(record.shape))
+        return
+    first, stop = engine.state.kept(record)
+    if record.divided is None and stop - first == record.numel:
+        engine.state.write_parts(record, values(target.in_order, _PARTIAL))
+    else:
+        engine.state.write_parts(record, _picked(target.within(record, first, stop)), first)
+
+
+def _picked(runs: Iterable[tuple[Stored, int, int]]) -> Iterator[torch.Tensor]:
+    for part, of_part in groupby(runs, key=lambda run: run[0]):
+        with _reading(part, _PARTIAL) as file:
+            yield from part.picked(file, ((first, n) for _, first, n in of_part))
 
 
 def _few(names: list[str]) -> str:
@@ -158,19 +217,30 @@ def _assign(model: nn.Module, engine: Engine, stored: dict[str, Stored]) -> tupl
     return list(targets.values()), extra, loaded
 
 
+def shape_of(held: Record | torch.Tensor) -> torch.Size:
+    """That of the whole."""
+    return held.whole_shape if isinstance(held, Record) else held.shape
+
+
 def meta(held: Record | torch.Tensor) -> torch.Tensor:
     """A stand-in without values."""
-    return torch.empty(held.shape, dtype=held.dtype, device="meta")
+    return torch.empty(shape_of(held), dtype=held.dtype, device="meta")
 
 
 def values(parts: Iterable[Stored], so: str) -> Iterator[torch.Tensor]:
     """What parts of files hold, in pieces. CheckpointError, with what follows from it, where one cannot be read."""
     for part in parts:
-        try:
-            with FileIO(part.path) as file:
-                yield from part.parts(file)
-        except OSError as error:
-            raise CheckpointError(f"{part.path} could not be read to its end, {so}: {error}") from error
+        with _reading(part, so) as file:
+            yield from part.parts(file)
+
+
+@contextmanager
+def _reading(part: Stored, so: str) -> Iterator[FileIO]:
+    try:
+        with FileIO(part.path) as file:
+            yield file
+    except OSError as error:
+        raise CheckpointError(f"{part.path} could not be read to its end, {so}: {error}") from error
 
 
 def weights_in(directory: Path) -> dict[str, Stored]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 
 import torch
@@ -60,30 +60,75 @@ def write_directory(directory: Path, outputs: Sequence[Output], most: int, param
     `parameters`: their number, for the index. `others(path)` writes further files into a directory. CheckpointError: nothing is changed then,
     but where it says so.
     """
+    directory = resolved(directory)
+    shards = Shards.of(outputs, most)
     try:
-        directory = directory.resolve()
-    except (OSError, ValueError) as error:  # too long, or with a zero byte
-        raise CheckpointError(f"{str(directory)!r:.200} can be no directory: {error}; give another") from None
-    shards = _shards(outputs, most)
-    names = [SINGLE] if len(shards) == 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    try:
-        with _aside(directory) as partial:
+        with aside(directory) as partial:
             _check_room(partial, sum(output.nbytes for output in outputs))
             others(partial)
-            sums = {name: _write(partial / name, shard) for name, shard in zip(names, shards, strict=True)}
-            if len(shards) > 1:
-                _write_index(partial / INDEX, outputs, dict(zip(names, shards, strict=True)), parameters)
-            for path in partial.iterdir():
-                _sync(path)
+            sums = {name: _write(partial / name, shard) for name, shard in shards.files.items()}
+            _write_index(partial / INDEX, shards, parameters)
+            put_beside(partial)
             for name, digest in sums.items():
                 _compare(partial / name, digest)
-            _sync(partial)
-            _put(partial, directory)
+            put(partial, directory)
     except OffloadError:
         raise
     except OSError as error:
         raise CheckpointError(f"{directory} could not be written: {error}; free space or give another directory") from error
-    return names
+    return list(shards.files)
+
+
+def resolved(directory: Path) -> Path:
+    """CheckpointError for what can be no directory."""
+    try:
+        return directory.resolve()
+    except (OSError, ValueError) as error:  # too long, or with a zero byte
+        raise CheckpointError(f"{str(directory)!r:.200} can be no directory: {error}; give another") from None
+
+
+def begin(partial: Path, shards: Shards, parameters: int, others: Callable[[Path], None]) -> None:
+    """Makes all files, with everything but tensors in them, which come next. OSError, CheckpointError."""
+    _check_room(partial, sum(shard.nbytes for shard in shards.files.values()))
+    others(partial)
+    for name, shard in shards.files.items():
+        with disk.create_large(partial / name, shard.nbytes) as file:
+            disk.write_at(file, memoryview(shard.header), 0)
+            file.truncate(shard.nbytes)
+    _write_index(partial / INDEX, shards, parameters)
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A file: its header, and its tensors in order, each with its first byte."""
+
+    header: bytes
+    placed: list[tuple[Output, int]]
+
+    @classmethod
+    def of(cls, outputs: Sequence[Output]) -> _Shard:
+        order = list(STORED)
+        ordered = sorted(outputs, key=lambda o: (order.index(o.dtype), o.name))
+        first = _header(ordered)
+        starts = accumulate((output.nbytes for output in ordered), initial=len(first))
+        return cls(first, list(zip(ordered, starts, strict=False)))
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + sum(output.nbytes for output, _ in self.placed)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The files with weights, by name, in order."""
+
+    files: dict[str, _Shard]
+
+    @classmethod
+    def of(cls, outputs: Sequence[Output], most: int) -> Shards:
+        shards = _shards(outputs, most)
+        names = [SINGLE] if len(shards) == 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+        return cls({name: _Shard.of(shard) for name, shard in zip(names, shards, strict=True)})
 
 
 def _shards(outputs: Sequence[Output], most: int) -> list[list[Output]]:
@@ -114,14 +159,11 @@ def _header(ordered: Sequence[Output]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write(path: Path, outputs: Sequence[Output]) -> str:
+def _write(path: Path, shard: _Shard) -> str:
     """Writes a file; returns the checksum of its bytes."""
-    order = list(STORED)
-    ordered = sorted(outputs, key=lambda o: (order.index(o.dtype), o.name))
-    first = _header(ordered)
-    nbytes, parts = len(first) + sum(output.nbytes for output in ordered), chain([first], _parts(ordered))
-    if nbytes >= FILE_LEAST:
-        with disk.create_large(path, nbytes) as file:
+    parts = chain([shard.header], _parts([output for output, _ in shard.placed]))
+    if shard.nbytes >= FILE_LEAST:
+        with disk.create_large(path, shard.nbytes) as file:
             return write_blocks(file, map(given, parts), block_bytes(ROOM))[1]
     with FileIO(path, "xb") as file:
         out = Hashed(file)
@@ -141,9 +183,13 @@ def _parts(outputs: Sequence[Output]) -> Iterator[memoryview | bytes]:
             raise CheckpointError(f"{output.name} gave {nbytes} bytes of {output.nbytes}; nothing was saved")
 
 
-def _write_index(path: Path, outputs: Sequence[Output], shards: dict[str, list[Output]], parameters: int) -> None:
-    metadata = {"total_parameters": parameters, "total_size": sum(output.nbytes for output in outputs)}
-    where = {output.name: name for name, shard in shards.items() for output in shard}
+def _write_index(path: Path, shards: Shards, parameters: int) -> None:
+    """Where there are several files."""
+    if len(shards.files) == 1:
+        return
+    where = {output.name: name for name, shard in shards.files.items() for output, _ in shard.placed}
+    nbytes = sum(output.nbytes for shard in shards.files.values() for output, _ in shard.placed)
+    metadata = {"total_parameters": parameters, "total_size": nbytes}
     path.write_text(json.dumps({"metadata": metadata, "weight_map": where}, indent=2, sort_keys=True) + "\n")
 
 
@@ -165,6 +211,12 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def put_beside(partial: Path) -> None:
+    """All of its files are on the drive."""
+    for path in partial.iterdir():
+        _sync(path)
+
+
 def _check_room(where: Path, nbytes: int) -> None:
     free = shutil.disk_usage(where).free
     if free < nbytes:
@@ -177,7 +229,7 @@ def _check_room(where: Path, nbytes: int) -> None:
 
 
 @contextmanager
-def _aside(directory: Path) -> Iterator[Path]:
+def aside(directory: Path) -> Iterator[Path]:
     """A locked directory to write to, on the disk that `directory` is on; removed if it is still there at the end."""
     if directory.exists() and not directory.is_dir():
         raise CheckpointError(f"{directory} is no directory; give another")
@@ -216,8 +268,9 @@ def _exchangeable(directory: Path) -> bool:
     return plain and directory not in (here, *here.parents) and os.access(above, os.W_OK) and directory.stat().st_dev == above.stat().st_dev
 
 
-def _put(partial: Path, directory: Path) -> None:
+def put(partial: Path, directory: Path) -> None:
     """Renames the new files into place; see the module for what is there meanwhile."""
+    _sync(partial)
     new = {path.name for path in partial.iterdir()}
     if not directory.exists():
         os.rename(partial, directory)

@@ -10,7 +10,7 @@ skipped steps) counts each element once, over the ranks of data and these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -53,6 +53,30 @@ class Place(NamedTuple):
             end = min(stop, start + self.width - at)
             yield start, end, row * self.stride + self.first + at
             start = end
+
+    def within(self, start: int, stop: int) -> tuple[int, int]:
+        """Of elements [start, stop) of the whole those of the part, as it counts them: first and behind the last."""
+        if not self.width:
+            return 0, 0
+        first, last = (row * self.width + min(max(at - self.first, 0), self.width) for row, at in (divmod(n, self.stride) for n in (start, stop)))
+        return first, last
+
+    def pick(self, values: torch.Tensor, at: int) -> torch.Tensor:
+        """Of elements of the whole, flat, from number `at` on, those of the part."""
+        picked, start, stop = [values[:0]], at, at + values.numel()
+        while start < stop:
+            row, column = divmod(start, self.stride)
+            rows = (stop - start) // self.stride if column == 0 else 0
+            if rows:
+                here = values[start - at : start - at + rows * self.stride].view(rows, self.stride)
+                picked.append(here[:, self.first : self.first + self.width].reshape(-1))
+                start += rows * self.stride
+                continue
+            end = min(stop, (row + 1) * self.stride)
+            low, high = max(column, self.first), min(end - row * self.stride, self.first + self.width)
+            picked.append(values[row * self.stride + low - at : row * self.stride + max(low, high) - at])
+            start = end
+        return picked[1] if len(picked) == 2 else torch.cat(picked)
 
     def grouped(self, group: int) -> Place | None:
         """That of arrays with one element for so many of these; None, on all ranks, where groups of parts are none of the whole."""
@@ -103,6 +127,13 @@ class Divided:
         cut = -(-shape[0] // self.spec.mesh.size()) * inner if dim == 0 else 1
         return Place(own[dim] * inner, shape[dim] * inner, offset[dim] * inner, cut)
 
+    def parts(self, values: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Of the whole's values, flat and in pieces, in order, those of this rank's part."""
+        place, at = self.place, 0
+        for piece in values:
+            yield piece if place is None else place.pick(piece, at)
+            at += piece.numel()
+
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         """The DTensor, in the part's dtype, of which this rank has `part`."""
         spec = self._by_dtype.get(part.dtype)
@@ -124,6 +155,15 @@ class Divided:
             tensor = tensor.redistribute(placements=self.spec.placements)  # type: ignore[attr-defined]
         part: Any = tensor._local_tensor  # type: ignore[attr-defined]
         return part.wait() if type(part).__name__ == "AsyncCollectiveTensor" else part  # type: ignore[no-any-return]
+
+
+def check_backends(mesh: Any) -> None:
+    """ConfigError where the ranks of a mesh cannot talk of what rests in host memory, where parts do."""
+    if mesh.ndim == 1 and torch.device("cpu") not in mesh.get_group()._device_types:
+        raise ConfigError(
+            "parameters are DTensors over ranks that NCCL alone joins, and rest in host memory, which it does not know: start with "
+            "torch.distributed.init_process_group('cpu:gloo,cuda:nccl'), or leave that to offload.prepare()"
+        )
 
 
 def mesh_of(parameters: dict[str, torch.Tensor]) -> Any:

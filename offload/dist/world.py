@@ -74,7 +74,7 @@ class World:
         self._within: World | None = None
         self._home: World | None = None  # the world that this is a part of
         self._counting = threading.Lock()
-        self._closed, self._owner, self._group = False, False, None  # type: tuple[bool, bool, Any]
+        self._closed, self._owner, self._nccl, self._group = False, False, False, None  # type: tuple[bool, bool, bool, Any]
 
     @classmethod
     def alone(cls) -> World:
@@ -100,7 +100,8 @@ class World:
     def _of_job(cls, device: str | None) -> World:
         distributed = sys.modules.get("torch.distributed")
         group = distributed.group.WORLD if distributed is not None and distributed.is_available() else None
-        if not _default or _default[0]._closed or _default[0]._group is not group:
+        stale = not _default or _default[0]._closed or _default[0]._group is not group
+        if stale or (_wants_nccl(device) and not _default[0]._nccl):
             world = _of_environment(device)
             if world.size == 1:
                 return world
@@ -119,6 +120,15 @@ class World:
     def home(self) -> World:
         """The world that this is a part of, or this."""
         return self if self._home is None else self._home
+
+    @property
+    def number(self) -> int:
+        """This rank as the job counts it."""
+        return self._ranks[self.rank] if self.size > 1 else self.rank
+
+    def of_machine(self, values: Sequence[int]) -> int:
+        """Of all ranks' values, in the order of ranks, the sum of those on this rank's machine."""
+        return sum(value for value, host in zip(values, self._hosts, strict=True) if host == self._hosts[self.rank])
 
     def gather_into(self, full: torch.Tensor, own: torch.Tensor, what: str, reducing: bool = False) -> Work:
         """Starts to fill `full` [size * S] with every rank's `own` [S], same dtype and device, which may be the part of it that is this rank's.
@@ -176,6 +186,14 @@ class World:
             return self._work(name, lambda: [dist.all_reduce(x, operation, group=self._reduces, async_op=True)])
         return self._work(name, lambda: [SumForAll(self._sum_link, self._spaces, x.view(-1), name, op == "max")])
 
+    def send(self, x: torch.Tensor, rank: int, what: str) -> Work:
+        """Starts to send `x`, contiguous, on the CPU, to a rank, which receives it by this name; those of one name come in order."""
+        return self._work(what, lambda: [self._talk.send(x, rank, what)])
+
+    def receive(self, x: torch.Tensor, rank: int, what: str) -> Work:
+        """Starts to fill `x`, contiguous, on the CPU, with as many bytes that a rank sends by this name."""
+        return self._work(what, lambda: [self._talk.receive(x, rank, what)])
+
     def share(self, value: Any, what: str = "values") -> list[Any]:
         """Every rank's `value`, as JSON has it (a tuple comes as a list), by rank. Blocks; not for what is large."""
         return [json.loads(text) for text in self._exchange(json.dumps(value), what)] if self.size > 1 else [value]
@@ -227,7 +245,7 @@ class World:
 
         self._timeout, self._group, self._ranks = _timeout(), dist.group.WORLD, ranks
         _connected[0] += 1
-        self._nccl = nccl = device != "cpu" and torch.cuda.is_available() and dist.is_nccl_available()
+        self._nccl = nccl = _wants_nccl(device)
 
         def group(backend: str) -> Any:
             return dist.new_group(ranks, timeout=_patience(), backend=backend, use_local_synchronization=True)
@@ -241,6 +259,8 @@ class World:
         self._board = Board(store, ranks[self.rank], min(_NOTED, self._timeout / 4), self._cut)
         self._spaces = Spaces(self.size)
         self._locate(self.share(os.environ.get("GROUP_RANK") or socket.gethostname(), "names of machines"))
+        if nccl:
+            check_devices(self.share(_device(), "devices"), [self._ranks[rank] for rank in range(self.size)])
 
     def _locate(self, hosts: list[str]) -> None:
         """`hosts`: every rank's machine."""
@@ -327,6 +347,28 @@ class World:
         error = RankError(text)
         error.told = failed is not None
         return error
+
+
+def check_devices(devices: Sequence[str], ranks: Sequence[int]) -> None:
+    """ConfigError, on all ranks, where two have one GPU, which NCCL does not know. `devices`: each rank's, by a name that no other has."""
+    first: dict[str, int] = {}
+    for device, rank in zip(devices, ranks, strict=True):
+        if first.setdefault(device, rank) != rank:
+            raise ConfigError(
+                f"ranks {first[device]} and {rank} would both compute on one GPU ({device}): before anything else call "
+                "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])), or start no more ranks than there are GPUs"
+            )
+
+
+def _device() -> str:
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{getattr(properties, 'uuid', '') or f'{socket.gethostname()} {torch.cuda.current_device()}'}"
+
+
+def _wants_nccl(device: str | None) -> bool:
+    import torch.distributed as dist
+
+    return device != "cpu" and torch.cuda.is_available() and dist.is_nccl_available()
 
 
 _default: list[World] = []  # that of the whole job, while it is open
@@ -444,7 +486,7 @@ def _initialise(world: World, device: str | None) -> None:
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
-    nccl = device != "cpu" and torch.cuda.is_available() and dist.is_nccl_available()
+    nccl = _wants_nccl(device)
     if nccl:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", world.rank)) % torch.cuda.device_count())
     try:

@@ -4,7 +4,7 @@
 A backward inside of `no_sync` lands its gradients as one rank's does, and so does the one that follows outside: sums are fp32, in the order of
 micro-batches. Of the latter backward a unit is averaged, chunk by chunk where it rests, once all that this rank's graph has for it came, in the order
 and the thread of any reduction. So ranks move one fp32 sum a step, whatever the number of micro-batches. What was kept and no backward averaged is
-averaged by whoever needs it of all: a norm, or the update.
+averaged by whoever needs it of all: a norm, or the update. Where ranks are in groups, a chunk is summed within each and then over them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from offload import _core
+from offload.dist.collectives import sum_across
 from offload.dist.world import World
 from offload.engine.atrest import AtRest
 from offload.engine.gradients import Gradients
@@ -70,7 +71,7 @@ class Averaging:
             total = there if in_place else there.to(torch.float32, copy=True)  # a staging buffer may be wanted for another chunk meanwhile
         moved = total.to(gradients.device.compute)
         with gradients.device.stalls.waiting(RANKS):
-            self._world.all_reduce(moved, f"the gradients of {unit.name}").wait()
+            self._sum(moved, f"the gradients of {unit.name}")
         if moved is not total:
             total.copy_(moved)
         with gradients._alone_here():
@@ -84,6 +85,17 @@ class Averaging:
                         )  # fmt: skip
             if gradients._cache is not None and shard.memory is None:
                 gradients._cache.finish(gradients._first_chunk[unit.number] + chunk)
+
+    def _sum(self, x: torch.Tensor, name: str) -> None:
+        """Sets `x` to its sum over ranks; of groups in the order of [Note: groups], so that little crosses from one to another."""
+        if self._world.across is None:
+            self._world.all_reduce(x, name).wait()
+            return
+        lacks = -x.numel() % self._world.within.size
+        equal = torch.cat([x, x.new_zeros(lacks)]) if lacks else x  # chunks are of multiples of 4096 elements, groups of any number of ranks
+        sum_across(self._world, equal, name, divided=False)
+        if lacks:
+            x.copy_(equal[: x.numel()])
 
 
 def share(gradients: Gradients, plan_share: Share, dtype: torch.dtype, world: World) -> Reduction:

@@ -17,8 +17,8 @@ from torch import nn
 
 from offload import _core
 from offload.config import Tiers
-from offload.dist.collectives import same
-from offload.dist.divided import part_of
+from offload.dist.collectives import alike, same
+from offload.dist.divided import is_divided, part_of
 from offload.dist.world import World
 from offload.engine.activations import Activations, Pool
 from offload.engine.atrest import AtRest
@@ -40,7 +40,7 @@ from offload.engine.state import READERS, State, ahead
 from offload.engine.streamer import Streamer, scaled, watch_scalers
 from offload.engine.taking import any_came, check_spent
 from offload.engine.update import Updates
-from offload.errors import BudgetError, ConfigError, OffloadError
+from offload.errors import BudgetError, ConfigError, OffloadError, RankError
 from offload.memory.arena import Arena, reserve
 from offload.memory.budget import Budget
 from offload.memory.shard import Shard, check_process
@@ -86,13 +86,17 @@ class Engine:
         self.activations = Activations(device, lambda x: self.slots.unit_at(x.untyped_storage().data_ptr()) is not None)
         self.units, self.records = make_records(found, plan)
         try:
-            check_takeable(self.records, self.units)
-            self._open_tiers(tiers, plan)
-            self._build(plan)
+            with alike(self.job, "opening tiers"):
+                check_takeable(self.records, self.units)
+                self._open_tiers(tiers, plan)
+                self._build(plan)
             self._take_over()
-        except BaseException:
-            self._give_back()
-            self._close_tiers()
+        except BaseException as error:
+            try:
+                if isinstance(error, Exception) and not isinstance(error, RankError):  # else other ranks may not be there to give their parts
+                    self._give_back()
+            finally:
+                self._close_tiers()
             raise
         self.moved_before = dict(world.moved) if world is not None else {}  # among ranks, by others and by preparing
 
@@ -131,7 +135,7 @@ class Engine:
         return self.device.rests and not self.device.direct
 
     def _swap_space(self) -> SwapSpace:
-        rank = self.world.rank if self.world is not None else None
+        rank = self.job.number if self.job is not None else None
         return SwapSpace(self.tiers.nvme, checksum=self.tiers.checksum, stalls=self.stalls, rank=rank)
 
     def _build(self, plan: Plan) -> None:
@@ -169,18 +173,28 @@ class Engine:
     def _take_over(self) -> None:
         """Values go to their shards, and parameters become tensors at rest, unit by unit."""
         for unit in self.units:
-            unit.initialised = not any(r.parameter.is_meta for r in unit.records)
+            unit.initialised = not any(part_of(r.parameter).is_meta for r in unit.records)
+            trouble: Exception | None = None
             for record in unit.records:
-                if not record.parameter.is_meta:
-                    value = part_of(record.parameter)
-                    value = value if self.world is None else same(self.world, value, record.name)
-                    self.state.write_value(record, value, ready=False)
-                _exchange(record, AtRest(self.values[record.number]))
-        fill_buffers(self.model, self.seed)
-        if self.world is not None:
+                value = part_of(record.parameter)
+                if not value.is_meta:
+                    value = self._first_rank(value, record.name, record.divided is not None and record.divided.counted_once)
+                    try:
+                        if trouble is None:
+                            self.state.write_value(record, value, ready=False)
+                    except Exception as error:  # ranks take values together, to the last
+                        trouble = error
+            with alike(self.job, f"taking the parameters of {unit.name}"):
+                if trouble is not None:
+                    raise trouble
+                for record in unit.records:
+                    _exchange(record, AtRest(self.values[record.number]))
+        with alike(self.job, "making buffers"):
+            fill_buffers(self.model, self.seed)
+        if self.job is not None:
             with torch.no_grad():
-                for name, shared in ((name, part_of(b)) for name, b in self.model.named_buffers()):
-                    shared.copy_(same(self.world, shared, name))
+                for name, held in self.model.named_buffers():
+                    part_of(held).copy_(self._first_rank(part_of(held), name, is_divided(held)))
         if self.device.compute.type != "cpu":
             for module in self.model.modules():
                 for key, buffer in module._buffers.items():
@@ -196,6 +210,7 @@ class Engine:
         self.streamer.early = self.early
         if self._updates_after:
             watch_scalers()
+        self.state.give_up = self.slots.give_up
         self.state.guard = lambda record: self.early.guard_use(record.unit)
         self.gradients.guard, self.gradients.came, self.gradients.takes = self.early.guard, self.early.came, self.early.takes
         self.gradients.claim = self.early.claim
@@ -206,12 +221,20 @@ class Engine:
         self.streamer.before_backward = self._before_backward
         self.gradients.before_sums = self.widen_gradients
 
+    def _first_rank(self, value: torch.Tensor, name: str, divided: bool) -> torch.Tensor:
+        """The first rank's value; of what is a part of a tensor that ranks have divided already, that of the first with this part. A collective."""
+        if self.beside is not None and not divided:
+            value = same(self.beside, value, name)
+        return value if self.world is None else same(self.world, value, name)
+
     def _give_back(self) -> None:
-        """After a failed prepare(): parameters are plain tensors again."""
-        for record in self.records:
-            if isinstance(part_of(record.parameter), AtRest):
-                unit = self.units[record.unit]
-                value = self.state.read_value(record) if unit.initialised else torch.empty(record.shape, dtype=record.dtype, device="meta")
+        """After a failed prepare(): parameters are plain tensors again. A collective: another rank may have taken more of them than this."""
+        own = [r.number for r in self.records if isinstance(part_of(r.parameter), AtRest)]
+        taken = own if self.job is None else sorted(set().union(*self.job.share(own, "what a failed prepare() has taken")))
+        for record in (self.records[number] for number in taken):
+            made = self.units[record.unit].initialised
+            value = self.state.read_value(record) if made else torch.empty(record.shape, dtype=record.dtype, device="meta")
+            if record.number in own:
                 _exchange(record, value)
 
     def _close_plan(self, inputs: list[torch.Tensor]) -> None:
@@ -294,7 +317,8 @@ class Engine:
         if missing:
             values = initial_values(self.model, missing, self.seed)
             for record in missing:
-                self.state.write_parts(record, values.pop(record.name), ready=False)
+                made = values.pop(record.name)
+                self.state.write_parts(record, made if record.divided is None else record.divided.parts(made), ready=False)
         unit.initialised = True
 
     def _before_access(self, record: Record, reading: bool) -> None:
@@ -540,12 +564,10 @@ def check_takeable(records: Iterable[Record], units: Sequence[Unit]) -> None:
         p = record.parameter
         if p.grad is not None:
             raise ConfigError(f"parameter {record.name} has a gradient already; call prepare() before the first backward, or set .grad = None")
-        if record.divided is not None and p.is_meta:
-            raise ConfigError(f"parameter {record.name} is a DTensor on meta, which no rule initialises yet: give it its values before prepare()")
         if weakref.getweakrefs(p):
             raise ConfigError(f"parameter {record.name} is weakly referenced by something, so it cannot be prepared; drop the weak reference first")
     for unit in units:
-        meta = [r for r in unit.records if r.parameter.is_meta]
+        meta = [r for r in unit.records if part_of(r.parameter).is_meta]
         if meta and len(meta) < len(unit.records):
             raise ConfigError(f"unit {unit.name} is partly on the meta device: {meta[0].name} is, others are not")
 

@@ -95,14 +95,15 @@ def derived_seed(seed: int, name: str, number: int) -> int:
 
 
 def initial_values(model: nn.Module, records: Sequence[Record], seed: int) -> dict[str, Iterable[torch.Tensor]]:
-    """Values of these parameters by the rules, by name, in the declared dtypes, flat and in parts; large ones are made as they are iterated over.
+    """Whole values of these parameters by the rules, by name, in the declared dtypes, flat and in parts; large ones are made as they are
+    iterated over.
 
     ConfigError naming a parameter that no rule fills.
     """
     groups: dict[str, list[_Wanted]] = {}
     for r in records:
         module, key = _split(r.name)
-        groups.setdefault(module, []).append(_Wanted(key, r.shape, r.dtype))
+        groups.setdefault(module, []).append(_Wanted(key, r.whole_shape, r.dtype))
     values: dict[str, Iterable[torch.Tensor]] = {}
     with _Stage(model, seed) as stage:
         for module, wanted in groups.items():

@@ -51,6 +51,11 @@ class Record:
         return self.shape.numel()
 
     @property
+    def whole_shape(self) -> torch.Size:
+        """The shape that users see, of which `shape` may be a part's."""
+        return self.shape if self.divided is None else torch.Size(self.divided.spec.shape)
+
+    @property
     def grad(self) -> torch.Tensor | None:
         """`.grad`, or this rank's part of it."""
         grad = self.parameter.grad

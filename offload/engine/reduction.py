@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from offload.dist.collectives import add_up, assemble
+from offload.dist.collectives import add_up, assemble, sum_across
 from offload.dist.world import World
 from offload.engine.record import NORM_BLOCK, Record, Unit
 from offload.memory.stalls import RANKS
@@ -236,22 +236,12 @@ class Reduction:
         first, stop = self.share.span(unit.layout.trained, "gradient")
         with self._device.stalls.waiting(RANKS):
             if self._world.across is not None:
-                self._sum_across(unit.layout.trained.share, memory, name, divided)
+                sum_across(self._world, memory, name, divided)
             elif divided:
                 self._world.reduce_scatter(memory[first:stop], memory, name).wait()
             else:
                 self._world.all_reduce(memory, name).wait()
         return memory[first:stop], first
-
-    def _sum_across(self, numel: int, memory: torch.Tensor, name: str, divided: bool) -> None:
-        """The sum over groups of what they sum, in shares of `numel` elements; put together again unless it stays divided."""
-        within, across = self._world.within, self._world.across
-        assert across is not None
-        own = memory[numel * within.rank : numel * (within.rank + 1)]
-        within.reduce_scatter(own, memory, name).wait()
-        across.all_reduce(own, name).wait()
-        if not divided:
-            within.gather_into(memory, own, name, reducing=True).wait()
 
     # At rest
 

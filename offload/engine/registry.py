@@ -27,13 +27,6 @@ def engine_of(model: nn.Module) -> Engine:
     return owner[0]
 
 
-def refuse_divided(engine: Engine, doing: str) -> None:
-    """ConfigError where parameters are divided over ranks already, which `doing` knows nothing of."""
-    record = next((r for r in engine.records if r.divided is not None), None)
-    if record is not None:
-        raise ConfigError(f"{doing}: parameter {record.name} is a DTensor, which this does not know yet; offload.save and load do, and state_dict()")
-
-
 def check_unprepared(model: nn.Module) -> None:
     """ConfigError if any parameter of the model is at rest already."""
     for name, p in model.named_parameters():

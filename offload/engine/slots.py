@@ -231,6 +231,15 @@ class Slots:
             if slot.unit is not None and not self.uses[slot.unit].firm:
                 self._empty(slot)
 
+    def give_up(self, number: int) -> bool:
+        """What a slot holds of a unit is no longer current; False, and it is kept, where a lease needs it."""
+        slot = self.where.get(number)
+        if slot is not None and (self.uses[number].firm or self.uses[number].soft):
+            return False
+        if slot is not None:
+            self._empty(slot)
+        return True
+
     def _say_late(self) -> None:
         """Once, when the order of units is known by its second step."""
         late, self.counters.late = self.counters.late, 0

@@ -85,6 +85,7 @@ class State:
         self.units, self.form, self.compute = units, form, DTYPES[form.compute]
         self._before, self._background, self._refresh = before, background, refresh
         self._generations: dict[int, int] = {}
+        self.give_up: Callable[[int], bool] = lambda unit: True  # drops what the device has of a unit, unless it is in use
         self.guard: Callable[[Record], None] = lambda record: None  # raises where an update has started too early for this access
 
     def parameter_shard(self, record: Record) -> tuple[Shard, int, torch.dtype]:
@@ -163,19 +164,20 @@ class State:
             return self.read_state(record, "master").to(record.dtype).view(record.shape)
         return self._read_stored(record, 0, record.numel).to(record.dtype).view(record.shape)
 
-    def read_parts(self, record: Record, first: int, stop: int, most: int) -> Iterator[torch.Tensor]:
-        """Elements [first, stop) of a value as it reads, flat and in order, at most `most` at a time."""
+    def read_parts(self, record: Record, first: int, stop: int, most: int, own: bool = False) -> Iterator[torch.Tensor]:
+        """Elements [first, stop) of a value as it reads, flat and in order, at most `most` at a time. `own`: all are of those of `own`, so that
+        it is no collective."""
         self._before(record, True)
         from_master = record.trained and self.form.master != "own" and record.dtype != self.compute
         for at in range(first, stop, most):
             end = min(at + most, stop)
             if not from_master:
-                yield self._read_stored(record, at, end).to(record.dtype)
+                yield (self._read_own if own else self._read_stored)(record, at, end).to(record.dtype)
                 continue
             for where in self._stretches(record, at, end):
                 out = self._empty(where.numel, torch.float32, "optimizer")
                 self._read(record, "master", where, out)
-                yield self._assemble(record, self._role("master"), out).to(record.dtype)
+                yield (out if own else self._assemble(record, self._role("master"), out)).to(record.dtype)
 
     def _read_stored(self, record: Record, first: int, stop: int) -> torch.Tensor:
         """Elements [first, stop) of the copy that is computed with, in its own dtype."""
@@ -198,15 +200,23 @@ class State:
         """Stores a whole value: in the master, and in the copy that is computed with. `ready=False` while preparing or initialising."""
         self.write_parts(record, [value.detach().to(device="cpu", dtype=record.dtype).contiguous().view(-1)], ready=ready)
 
-    def write_parts(self, record: Record, parts: Iterable[torch.Tensor], *, ready: bool = True, exact: bool = False) -> None:
-        """Stores a whole value given in flat parts, in order, in any dtype. The record counts as written at the end.
+    def kept(self, record: Record) -> tuple[int, int]:
+        """The elements of a parameter that are to be given where its value is written, first and behind the last: those of which something rests
+        here; or all, where the device has a copy that is in use. Any other copy of the device's is dropped: they are written next."""
+        if not self._share.divides("parameter") or not self.give_up(record.unit):
+            return 0, record.numel
+        return self.own(record)
+
+    def write_parts(self, record: Record, parts: Iterable[torch.Tensor], first: int = 0, *, ready: bool = True, exact: bool = False) -> None:
+        """Stores a whole value given in flat parts, in order, in any dtype, or those from element `first` on of `kept`. The record counts as
+        written at the end.
 
         They are rounded to the parameter's dtype first, as by an assignment to it; `exact`: they are masters, and kept as they are.
         """
         if ready:
             self._before(record, False)
         record.version += 1
-        at = 0
+        at = first
         for part in parts:
             flat = part if exact else part.to(record.dtype)
             if record.trained and self.form.master != "own":
@@ -275,15 +285,18 @@ class State:
         """The arrays that moments are stored in."""
         return [part for part in self.form.parts if part.role.startswith(MOMENTS)]
 
-    def sources(self, record: Record, role: str, stored: bool) -> Iterator[Source]:
-        """The values of a role in order, as `pieces` has them; `stored`: those of a part of the state as it is stored. For one rank alone."""
+    def sources(self, record: Record, role: str, stored: bool, first: int = 0, stop: int | None = None) -> Iterator[Source]:
+        """The values of a role in order, as `pieces` has them; `stored`: those of a part of the state as it is stored. Of elements [first, stop) of
+        the parameter; with several ranks these are among those of `own`."""
         self._before(record, True)
         if role == "value":
             for _, piece in record.slices:
-                yield Source(piece.stop - piece.start, partial(self._fill_value, record, piece.start))
+                begin, end = max(piece.start, first), min(piece.stop, record.numel if stop is None else stop)
+                if begin < end:
+                    yield Source(end - begin, partial(self._fill_value, record, begin))
             return
         part = self.form.part(role) if stored or self.form.master == "fp32" else None
-        for where in self._stretches(record):
+        for where in self._stretches(record, first, stop):
             if part is not None:
                 yield Source(part.numel(where.numel), partial(self._fill_part, record, part, where), partial(self._there, record, part, where))
             else:
@@ -341,32 +354,15 @@ class State:
         first = max(0, self._share.rank * flat.share - record.offset)
         return first, max(first, min(record.numel, (self._share.rank + 1) * flat.share - record.offset))
 
-    def stream_own(self, record: Record, role: str, stored: bool) -> Iterator[tuple[int, torch.Tensor]]:
-        """As `pieces`, or `stored_pieces`, of the elements of `own`: each tensor with the number of its first in the whole. No collective."""
-        self._before(record, True)
-        first, stop = self.own(record)
-        if role == "value":
-            for _, piece in record.slices:
-                begin, end = max(piece.start, first), min(piece.stop, stop)
-                if begin < end:
-                    yield begin, self._read_own(record, begin, end)
-            return
-        for where in self._stretches(record, first, stop):
-            if stored:
-                yield self.form.part(role).numel(where.first), self._read_part(record, role, where)
-                continue
-            out = torch.empty(where.numel, dtype=torch.float32)
-            self._read(record, role, where, out)
-            yield where.first, out
-
-    def write_stored(self, record: Record, role: str, read: Callable[[torch.Tensor], None]) -> None:
-        """Stores a whole part of the state, of which `read` fills one tensor after another, as it is."""
+    def write_stored(self, record: Record, role: str, read: Callable[[int, torch.Tensor], None]) -> None:
+        """Stores what rests here of a part of the state, as it is: `read(at, out)` fills `out` with its values from number `at` on."""
         self._before(record, False)
         part = self.form.part(role)
         for where in self._stretches(record):
-            stored = torch.empty(part.numel(where.numel), dtype=DTYPES[part.dtype])
-            read(stored)
-            self._write_part(record, role, where, stored)
+            if self._rests(record, where):
+                stored = torch.empty(part.numel(where.numel), dtype=DTYPES[part.dtype])
+                read(part.numel(where.first), stored)
+                self._write_part(record, role, where, stored)
 
     def _read(self, record: Record, role: str, where: _Stretch, out: torch.Tensor) -> None:
         """Fills `out`, fp32, with values of "master", "exp_avg" or "exp_avg_sq"; what rests elsewhere is left."""

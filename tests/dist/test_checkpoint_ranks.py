@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from offload.checkpoint.manifest import verify
 SCRIPT = """
 import errno, json, os, sys, torch, offload
 from helpers import Net
-from offload.checkpoint import disk
+from offload.checkpoint import blocks, disk
 from offload.dist.world import World
 from offload.errors import CheckpointError
 
@@ -24,6 +25,8 @@ torch.manual_seed(0 if what != "load" else 1)
 model = Net(vocab=300, width=65, depth=2)
 model.blocks[0].up.weight.requires_grad_(False)
 model.register_buffer("kept", torch.arange(5.0) if what != "load" else torch.zeros(5))
+if os.environ.get("BLOCK"):
+    blocks.block_bytes = lambda room: int(os.environ["BLOCK"])
 precision = offload.Precision(compute="bf16", grad="fp32", master="split", moments=moments)
 tiers = offload.Tiers(device="64MiB", host="64MiB", nvme=[(os.path.join(os.path.dirname(where), "swap"), "64MiB")])
 places = {role: place for role in ("parameter", "gradient", "optimizer")} if place != "any" else None
@@ -39,16 +42,26 @@ else:
         model(ids).backward()
         optimizer.step()
         optimizer.zero_grad()
-    if what == "full" and world.rank == 1:
-        def write(file, data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        disk.write = write
+    if what == "full" and world.rank == int(os.environ["FULL"]):
+        real, left = disk.write_at, [int(os.environ["WRITES"])]
+        def write(file, data, at):
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            real(file, data, at)
+        disk.write_at = write
+    def opened(event, args):  # what is saved is never read
+        if event == "open" and str(args[0]).endswith("tensors.safetensors"):
+            assert args[2] & os.O_ACCMODE == os.O_WRONLY, args
+    sys.addaudithook(opened)
     try:
         offload.save(where, model, optimizer, extra={"step": 2, "t": torch.tensor([1.5])})
     except CheckpointError as error:
         print(json.dumps(str(error)))
         world.barrier("the end")
         raise SystemExit(0)
+if what == "load":
+    offload.save(where + "-again", model, optimizer, extra={"step": 2, "t": torch.tensor([1.5])})
 print(json.dumps([offload.runtime(model).digest(), extra is None or extra["t"].tolist() == [1.5]]))
 offload.runtime(model).close()
 world.barrier("the end")
@@ -56,9 +69,10 @@ world.close()
 """
 
 
-def on(ranks: int, *args: object) -> list[object]:
+def on(ranks: int, *args: object, **env: object) -> list[object]:
     """What each rank says: the digest, and whether `extra` is as it was."""
-    said = [json.loads(text.splitlines()[-1]) for text in run(SCRIPT, ranks, *map(str, args))]
+    settings = {"OFFLOAD_COLLECTIVE_TIMEOUT": "60"} | {key: str(value) for key, value in env.items()}
+    said = [json.loads(text.splitlines()[-1]) for text in run(SCRIPT, ranks, *map(str, args), env=settings)]
     assert said == [said[0]] * ranks
     return said[0]  # type: ignore[no-any-return]
 
@@ -74,17 +88,21 @@ def on(ranks: int, *args: object) -> list[object]:
 def test_any_number_of_ranks_loads_it_to_the_bit(
     tmp_path: Path, ranks: int, stage: int, moments: str, place: str, then: list[tuple[int, int, str]]
 ) -> None:
-    path = tmp_path / "saved"
+    path, again = tmp_path / "saved", tmp_path / "saved-again"
     saved = on(ranks, "save", path, stage, moments, place)
     verify(path)
     for other, another, elsewhere in then:
-        assert on(other, "load", path, another, moments, elsewhere) == saved, (other, another, elsewhere)
+        assert on(other, "load", path, another, moments, elsewhere, BLOCK=8192) == saved, (other, another, elsewhere)
+        for name in os.listdir(path):  # whoever saves the same saves the same bytes
+            assert (path / name).read_bytes() == (again / name).read_bytes(), (other, another, name)
+        shutil.rmtree(again)
     assert sorted(os.listdir(tmp_path)) == ["saved", "swap"] or os.listdir(tmp_path) == ["saved"]
 
 
-def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path: Path) -> None:
-    said = on(2, "full", tmp_path / "saved", 3, "fp32", "host")
-    assert "No space left on device" in str(said) and "on rank 1" in str(said)
+@pytest.mark.parametrize(("rank", "writes"), [(0, 0), (0, 7), (1, 0), (1, 20), (2, 5)])
+def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path: Path, rank: int, writes: int) -> None:
+    said = on(3, "full", tmp_path / "saved", 3, "fp32", "host", FULL=rank, WRITES=writes, BLOCK=4096)
+    assert "No space left on device" in str(said) and f"on rank {rank}" in str(said)
     assert not [name for name in os.listdir(tmp_path) if name != "swap"]
 
 

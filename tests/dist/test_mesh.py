@@ -17,6 +17,7 @@ from offload.errors import ConfigError
 
 STAGES = (0, 1, 2, 3)
 SPLIT = ("bf16", "bf16", "split", "int8")
+SUMMED = {"accumulate": 3, "no_sync": "but last", "clip": 0.5, "steps": 2}
 BITS = ("losses", "norms", "digest", "gradients", "state_dict", "moments")
 
 # Which ranks
@@ -104,6 +105,12 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     "a unit unused in a group": [{"stage": s, "use": "side in a group", "clip": 1.0} for s in STAGES],
     "split int8": [{"stage": s, "precision": SPLIT, "clip": 1.0} for s in STAGES] + [{"stage": 3, "precision": SPLIT, "clip": 1.0, "place": "nvme"}],
     "bytes": [{"stage": s, "steps": 2} for s in STAGES],
+    "summed": [{"stage": s, **SUMMED} for s in (0, 1)]
+    + [{"stage": s, **SUMMED, "place": "nvme"} for s in (0, 1)]
+    + [{"stage": 1, **SUMMED, "device": "sim"}]
+    + [{"stage": s, **SUMMED, "no_sync": "all"} for s in (0, 1)],
+    "summed, a unit unused in a group": [{"stage": s, **SUMMED, "use": "side in a group", "place": p} for s, p in ((0, "host"), (1, "nvme"))],
+    "summed, split int8": [{"stage": s, **SUMMED, "precision": SPLIT} for s in (0, 1)],
 }  # fmt: skip
 
 
@@ -150,6 +157,26 @@ def test_bytes_of_communication(found: Any) -> None:
                 assert moved["all_gather"] == half * steps * {0: 1, 1: 2, 2: 1}[stage]
             else:
                 assert half * steps <= moved["all_gather"] <= 2 * half * steps  # a unit whose slot nobody wanted is not gathered again
+
+
+def test_bytes_of_what_ranks_have_summed(found: Any) -> None:
+    """Once a step, whatever the micro-batches: within a group, across as shares, and within again."""
+    steps = SUMMED["steps"]
+    for settings, results in found["summed"]:
+        for result in results:
+            moved, half = result["moved"], result["flat_bytes"] // 2
+            assert moved["reduce_scatter"] == moved["all_reduce"] == half * steps, settings
+            assert moved["all_gather"] == half * steps * (2 if settings["stage"] else 1), settings
+
+
+def test_groups_of_ranks_that_chunks_do_not_divide_by() -> None:
+    settings = [{"stage": s, **SUMMED, "mesh": (2, 3), "place": p} for s, p in ((0, "host"), (1, "nvme"))]
+    found = trained(6, settings)
+    for results in found:
+        for result in results:
+            assert {key: result[key] for key in BITS} == {key: found[0][0][key] for key in BITS}
+    alone = cases.train(**SUMMED, stage=3, ranks=6)
+    assert found[0][0]["losses"] == pytest.approx(alone["losses"], rel=2e-5) and found[0][0]["norms"] == pytest.approx(alone["norms"], rel=1e-4)
 
 
 def test_state_is_divided_within_a_group(found: Any) -> None:

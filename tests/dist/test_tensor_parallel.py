@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,29 @@ def test_parts_are_divided_again(found: Any) -> None:
 ELSE = (
     HEAD
     + """
+import os
 out = {}
+
+# values are the first rank's, where they are not divided too; files have ranks' numbers in the job
+strange, _ = prepared(seed=job.rank, swap=sys.argv[2], place="nvme")
+out["values"] = cases._hash((name, whole(value)) for name, value in sorted(strange.named_parameters()))
+job.barrier("all have files")
+out["files"] = sorted(name.split("-")[1] for name in os.listdir(sys.argv[2]))
+job.barrier("all have looked")
+offload.runtime(strange).close()
+
+# what ranks of data sum by themselves first
+from contextlib import nullcontext
+out["summed"] = []
+for apart in (False, True):
+    summing, _ = prepared(stage=1)
+    for micro in range(2):
+        with offload.runtime(summing).no_sync() if apart and not micro else nullcontext():
+            summing(cases.ids(0, micro, DATA)).backward()
+    norm = float(offload.clip_grad_norm_(summing, 1e9))
+    sums = [float(whole(p.grad).double().abs().sum()) for n, p in sorted(summing.named_parameters()) if p.grad is not None]
+    out["summed"].append([norm, *sums])
+    offload.runtime(summing).close()
 
 # one rank's gradient is not finite: none steps
 model, optimizer = prepared()
@@ -194,10 +217,14 @@ job.close()
 
 
 @pytest.mark.parametrize("shape", ["[2, 2]", "[1, 2]"])
-def test_writes_skips_and_refusals(shape: str) -> None:
+def test_writes_skips_and_refusals(tmp_path: Path, shape: str) -> None:
     ranks = 4 if shape == "[2, 2]" else 2
-    said = [json.loads(out.splitlines()[-1]) for out in run(ELSE, ranks, shape, env={"OFFLOAD_COLLECTIVE_TIMEOUT": "120"})]
+    said = [json.loads(out.splitlines()[-1]) for out in run(ELSE, ranks, shape, str(tmp_path), env={"OFFLOAD_COLLECTIVE_TIMEOUT": "120"})]
+    torch.manual_seed(0)
+    values = cases._hash((name, p) for name, p in sorted(cases.Net(width=45).named_parameters()))
     for out in said:
+        assert out["values"] == values and out["files"] == [f"rank{rank}" for rank in range(ranks)]
+        assert out["summed"][1] == pytest.approx(out["summed"][0], rel=1e-4) and len(out["summed"][0]) > 10
         assert out["skipped"] == [1, True] and out["same"] is True and out["written"] == [2.0, 2.0]
         assert out["norm"][0] == pytest.approx(out["norm"][1]) and out["grad"] == ["DTensor", 45 * 136]
         assert out["no mesh"].startswith("ConfigError") and "say which ranks" in out["no mesh"]
@@ -228,6 +255,7 @@ SAVES = (
     HEAD
     + """
 import os
+from offload.checkpoint import disk
 from offload.errors import ConfigError
 what, where, stage, moments = sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5]
 precision = ("bf16", "fp32", "split", moments)
@@ -246,6 +274,21 @@ if what == "save":
         refused = str(error)
 else:
     assert offload.load(where, model, optimizer)["t"].tolist() == [1.5]
+    real, count = disk.write_at, [0]
+    def full(file, data, at):
+        count[0] += 1
+        if job.rank == job.size - 1 and count[0] > 3:
+            raise OSError(28, os.strerror(28))
+        real(file, data, at)
+    if job.size > 1:
+        disk.write_at = full
+        try:
+            offload.save(where + "-full", model, optimizer)
+            refused = "nothing"
+        except offload.CheckpointError as error:
+            assert "No space left" in str(error), error
+        disk.write_at = real
+    offload.save(where + "-again", model, optimizer, extra={"t": torch.tensor([1.5])})
 values = cases._hash((name, whole(value)) for name, value in model.state_dict().items())
 moments = cases._hash((f"{i}{key}", whole(v[key])) for i, v in optimizer.state_dict()["state"].items() for key in ("exp_avg", "exp_avg_sq"))
 print(json.dumps([values, moments, refused]))
@@ -270,6 +313,10 @@ def test_checkpoints_go_from_parts_to_the_whole_and_back(tmp_path: Path, moments
     verify(path)
     for shape, stage in (("[2, 2]", 1), ("[1, 2]", 3), ("[1, 1]", 3)):
         assert on(shape, "load", path, stage, moments) == saved, shape
+        for name in ("tensors.safetensors", "state.json", "manifest.json"):
+            assert (path / name).read_bytes() == (tmp_path / "saved-again" / name).read_bytes(), (shape, name)
+        shutil.rmtree(tmp_path / "saved-again")
+    assert not (tmp_path / "saved-full").exists()
     whole = on("[1, 1]", "save", path, 3, moments)
     assert whole != saved and on("[2, 2]", "load", path, 2, moments) == whole
 
