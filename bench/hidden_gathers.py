@@ -1,6 +1,6 @@
 """How much of the time that parameters are on the wire at stage 3 is hidden under compute, between two network namespaces with a set bandwidth.
 
-    sudo python bench/hidden_gathers.py [--share 0.5] [--steps 6] [--rounds 3] [--json] [--out bench/results/hidden_gathers.json]
+    sudo python bench/hidden_gathers.py [--share 0.5] [--steps 3] [--rounds 3] [--json] [--out bench/results/hidden_gathers.json]
 
 Two ranks (gloo), each in a namespace of its own, are joined by a veth pair whose ends `tc` holds to one bandwidth: that at which all that a step
 sends takes `--share` of the time that a step takes without communication. The same steps are timed
@@ -186,12 +186,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)
     parser.add_argument("--share", type=float, default=0.5, help="of a step's time without communication, that all of its bytes are on the wire")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--warm", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--blocks", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path, help="a file for the result")
     given = parser.parse_args()

@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     plan = offload.plan(_llama.build(sizes), TIERS, device="sim", place=_llama.HOST, batch=(1, given.tokens), activations="keep")
     rows = []
     with ExitStack() as stack:
-        runs = {ratio: Linked(sizes, ratio, compute, traffic_of(plan, direct=False)) for ratio in given.ratios}
+        moved = replace(traffic_of(plan, direct=False), h2d=2 * plan.describe()["parameter"]["host"])  # as if no slot kept any at the turn
+        runs = {ratio: Linked(sizes, ratio, compute, moved) for ratio in given.ratios}
         for linked in runs.values():
             stack.enter_context(linked.run)
         for _ in range(given.rounds):

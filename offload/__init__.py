@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from offload.config import Precision, Tiers
-from offload.errors import BudgetError, CheckpointError, ConfigError, OffloadError, PlanError, RankError, SwapError
+from offload.errors import BudgetError, CheckpointError, ConfigError, OffloadError, PlanError, RankError, StepError, SwapError
 
 if TYPE_CHECKING:
     from offload import ops, optim
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "BudgetError", "CheckpointError", "ConfigError", "OffloadError", "PlanError", "Precision", "RankError", "SwapError", "SwapFile",
-    "Tiers", "clip_grad_norm_", "load", "load_pretrained", "ops", "optim", "plan", "prepare", "runtime", "save", "save_pretrained",
+    "BudgetError", "CheckpointError", "ConfigError", "OffloadError", "PlanError", "Precision", "RankError", "StepError", "SwapError",
+    "SwapFile", "Tiers", "clip_grad_norm_", "load", "load_pretrained", "ops", "optim", "plan", "prepare", "runtime", "save", "save_pretrained",
 ]  # fmt: skip
 
 _LAZY = {

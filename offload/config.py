@@ -73,6 +73,14 @@ def format_size(nbytes: float) -> str:
     return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.3g} {unit}"
 
 
+def format_count(n: int) -> str:
+    """A number of parameters for people: 70 billion, 135 million, 98,624."""
+    for size, name in ((10**9, "billion"), (10**6, "million")):
+        if n >= size:
+            return f"{n / size:.3g} {name}"
+    return f"{n:,}"
+
+
 def _disks(value: object) -> list[tuple[str, int]]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise ConfigError(f'{shown(value)} is no list of [directory, size] pairs, as [["/mnt/nvme0", "400GiB"]]')

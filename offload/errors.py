@@ -26,6 +26,10 @@ class BudgetError(OffloadError):
     """A tier's budget would be exceeded by something asked for after the plan was made."""
 
 
+class StepError(OffloadError):
+    """A step was applied in part before it was known that it must not be: why, and where to go on from. The model can only be closed."""
+
+
 class SwapError(OffloadError, OSError):
     """I/O on a swap file failed: which file, which extent, what the kernel said."""
 

@@ -152,8 +152,8 @@ def test_updates_come_in_the_order_of_the_forward(tmp_path: Path) -> None:
             model.order = order
             M.mean_square(model, X).backward()
             optimizer.step()
-            places = [unit for unit, jobs in enumerate(background._jobs) for j in jobs.values() if j.batch is background._batches[-1]]
-            index = {unit: j.index for unit, jobs in enumerate(background._jobs) for j in jobs.values()}
+            places = [unit for unit, jobs in enumerate(background.jobs._jobs) for j in jobs.values() if j.batch is background._batches[-1]]
+            index = {unit: j.index for unit, jobs in enumerate(background.jobs._jobs) for j in jobs.values()}
             assert sorted(places, key=lambda u: index[u])[: len(order)] == order
             optimizer.zero_grad()
 

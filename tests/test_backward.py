@@ -18,6 +18,7 @@ import models as M
 import offload
 from late import late
 from offload import _core
+from offload.engine import early
 from offload.engine.registry import engine_of
 from offload.memory import swap
 from offload.transfer.device import SimDevice
@@ -279,6 +280,14 @@ AFTER: dict[str, tuple[Callable[[Any, Any], None], str]] = {
 }
 
 
+def _open_all(model: nn.Module) -> None:
+    """Whatever the backward has started is opened, as it mostly is by the time of a step."""
+    engine = engine_of(model)
+    engine.gradients.settle()
+    engine.early.advance()
+    assert engine.early._opened
+
+
 @pytest.mark.parametrize("what", AFTER)
 def test_what_cannot_be_seen_is_found_at_step_for_good(tmp_path: Path, what: str) -> None:
     act, match = AFTER[what]
@@ -289,11 +298,41 @@ def test_what_cannot_be_seen_is_found_at_step_for_good(tmp_path: Path, what: str
             optimizer.step()
             optimizer.zero_grad()
         M.mean_square(model, X).backward()
+        _open_all(model)
         act(model, optimizer)
         for _ in range(2):
-            with pytest.raises(offload.OffloadError, match=match) as said:
+            with pytest.raises(offload.StepError, match=match) as said:
                 optimizer.step()
             assert 'updates="forward"' in str(said.value) and "partly applied" in str(said.value)
+
+
+@pytest.mark.parametrize("what", AFTER)
+@pytest.mark.parametrize("place", ["host", "nvme"])
+def test_what_is_found_before_anything_was_opened_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str, place: str) -> None:
+    """It is said once; the next step() is one by what there is then, to the bits of updates under the forward."""
+    act, match = AFTER[what]
+    digests = []
+    for updates in ("forward", "backward"):
+        with M.prepared(M.seeded(M.Order), M.tiers(tmp_path), place=M.placed(place), updates=updates) as model:
+            optimizer = offload.optim.AdamW(model.parameters(), lr=1e-2)
+            for step in range(4):
+                with monkeypatch.context() as patched:
+                    if step == 2:
+                        patched.setattr(early, "landed", lambda *_, **__: False)  # until step() nothing has
+                    M.mean_square(model, X).backward()
+                if step == 2:
+                    assert bool(engine_of(model).early._started) == (updates == "backward") and not engine_of(model).early._opened
+                    act(model, optimizer)
+                    if updates == "backward":
+                        with pytest.raises(offload.OffloadError, match=match) as said:
+                            optimizer.step()
+                        assert 'updates="forward"' in str(said.value) and "nothing was changed" in str(said.value)
+                        assert not isinstance(said.value, offload.StepError)
+                optimizer.step()
+                optimizer.grad_scale = None
+                optimizer.zero_grad()
+            digests.append(offload.runtime(model).digest())
+    assert digests[0] == digests[1]
 
 
 def test_step_takes_no_closure(tmp_path: Path) -> None:
@@ -319,6 +358,56 @@ def test_fp16_is_refused(tmp_path: Path, precision: Any) -> None:
         offload.prepare(model, M.tiers(tmp_path), precision=precision, updates="backward")
     with pytest.raises(offload.ConfigError, match="'forward', 'backward'"):
         offload.prepare(model, M.tiers(tmp_path), updates="sideways")
+
+
+SCALED: dict[str, Callable[[torch.amp.GradScaler, torch.Tensor], torch.Tensor]] = {
+    "loss": lambda scaler, loss: scaler.scale(loss),
+    "divided": lambda scaler, loss: scaler.scale(loss) / 2,
+    "list": lambda scaler, loss: scaler.scale([loss])[0],
+}
+
+
+@pytest.mark.parametrize("how", SCALED)
+@pytest.mark.parametrize("precision", [M.FP32, M.BF16])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_scaled_loss_is_refused_before_anything_is_updated(tmp_path: Path, accumulate: int, precision: Any, how: str) -> None:
+    """The first backward of a step says so; without the scaler, or with one that is off, training goes on as if nothing had been."""
+    digests = []
+    for refused in (False, True):
+        with _model(tmp_path, precision=precision, accumulate=accumulate) as model:
+            optimizer, off = offload.optim.AdamW(model.parameters(), lr=1e-2), torch.amp.GradScaler("cpu", enabled=False)
+            for _ in range(2):
+                if refused:
+                    with pytest.raises(offload.ConfigError, match=r'GradScaler.*Nothing was changed.*updates="forward"'):
+                        SCALED[how](torch.amp.GradScaler("cpu"), M.mean_square(model, X)).backward()
+                    assert all(p.grad is None for p in model.parameters())
+                for _ in range(accumulate):
+                    off.scale(M.mean_square(model, X)).backward()
+                off.step(optimizer)
+                optimizer.zero_grad()
+            assert optimizer.skipped == 0
+            digests.append(offload.runtime(model).digest())
+    assert digests[0] == digests[1]
+
+
+def test_a_scaler_of_another_model_is_no_matter(tmp_path: Path) -> None:
+    """Nor is one of a model whose updates run under the forward."""
+    other, scaler = M.seeded(M.Order), torch.amp.GradScaler("cpu")
+    theirs = torch.optim.AdamW(other.parameters())
+    with _model(tmp_path) as model, M.prepared(M.seeded(M.Order), M.tiers(tmp_path), precision=M.FP32) as forward:
+        optimizers = [offload.optim.AdamW(m.parameters()) for m in (model, forward)]
+        for _ in range(2):
+            values = [M.mean_square(m, X) for m in (other, forward, model)]
+            for value in values[:2]:
+                scaler.scale(value).backward()
+            values[2].backward()
+            assert engine_of(model).early._started
+            optimizers[0].step()
+            for optimizer in (theirs, optimizers[1]):
+                scaler.step(optimizer)
+            scaler.update()
+            for optimizer in (theirs, *optimizers):
+                optimizer.zero_grad()
 
 
 class _Spoil(torch.autograd.Function):

@@ -307,6 +307,38 @@ def test_use_after_close(tmp_path: Path, device: str) -> None:
     assert repr(model)
 
 
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("prepared_first", [True, False])
+@pytest.mark.parametrize(("where", "pre"), [("", True), ("blocks.1", True), ("blocks.1.up", True), ("blocks.1", False), ("blocks.1.up", False)])
+@pytest.mark.parametrize("make", [M.Order, M.Vision])
+def test_close_by_a_hook_in_the_middle_of_a_forward(
+    tmp_path: Path, make: M.Make, where: str, pre: bool, prepared_first: bool, device: str
+) -> None:  # fmt: skip
+    """Nothing of the model is computed any more, and whoever tries is told why; so is the next forward."""
+    x = X if make is M.Order else torch.linspace(-1, 1, 4 * 8 * 12).view(4, 8, 12)
+    model, closing = M.seeded(make), list[Any]()
+
+    def close(*_: Any) -> None:
+        for runtime in closing:
+            runtime.close()
+
+    def hook() -> None:
+        module = model.get_submodule(where)
+        (module.register_forward_pre_hook if pre else module.register_forward_hook)(close)
+
+    if not prepared_first:
+        hook()
+    offload.prepare(model, M.tiers(tmp_path), device=device, place=M.placed("nvme"))
+    if prepared_first:
+        hook()
+    model(x)
+    closing.append(offload.runtime(model))
+    for _ in range(2):
+        with pytest.raises(OffloadError, match="closed"):
+            model(x)
+    assert not _files(tmp_path)
+
+
 def test_context_manager_closes_after_an_error(tmp_path: Path) -> None:
     model = offload.prepare(M.seeded(M.Order), M.tiers(tmp_path), place=M.placed("nvme"))
 

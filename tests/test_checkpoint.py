@@ -465,3 +465,44 @@ def test_a_manifest_is_checked_without_torch(tmp_path: Path) -> None:
     manifest.write(tmp_path)
     code = f"import sys\nfrom offload.checkpoint.manifest import verify\nverify({str(tmp_path)!r})\nsys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+BOUNDED = """
+import threading, torch, offload
+from pathlib import Path
+from offload.memory.limits import resident_bytes
+base = Path({where!r})
+
+def made():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, bias=False) for _ in range(24)])
+    tiers = offload.Tiers(device="48MiB", host="96MiB", nvme=[(str(base / "swap"), "3GiB")])
+    place = dict.fromkeys(("parameter", "gradient", "optimizer"), "nvme")
+    offload.prepare(model, tiers, device="cpu", place=place)
+    return model, offload.optim.AdamW(model.parameters())
+
+most, done = [0], threading.Event()
+def watch():
+    while not done.wait(0.002):
+        most[0] = max(most[0], resident_bytes())
+thread = threading.Thread(target=watch)
+thread.start()
+grown = []
+for act in (offload.save, offload.load):
+    model, optimizer = made()
+    most[0] = before = resident_bytes()
+    act(base / "out", model, optimizer)
+    grown.append(most[0] - before)
+    offload.runtime(model).close()
+done.set(); thread.join()
+print(sum(p.stat().st_size for p in (base / "out").iterdir()), *grown)
+"""
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """384 MiB of masters, within the budgets and little more."""
+    done = subprocess.run([sys.executable, "-c", BOUNDED.format(where=str(tmp_path))], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    written, saving, loading = map(int, done.stdout.split())
+    assert written > 380 << 20
+    assert saving < 112 << 20 and loading < 48 << 20, (saving >> 20, loading >> 20)

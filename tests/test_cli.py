@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -150,6 +151,43 @@ def test_doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["doctor", "--path", str(tmp_path)]) == 0 and "ok" in capsys.readouterr().out
 
 
+def test_doctor_tells_what_is_degraded_and_how_to_mend_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One thread, little memory that may be locked, a plain instruction set: each with a way out, and the exit code stays 0."""
+    import torch
+
+    from offload import _core
+    from offload.memory import limits
+
+    few = dataclasses.replace(limits.host_limits(), locked=64 << 10)
+    monkeypatch.setattr(limits, "host_limits", lambda: few)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(_core, "default_threads", lambda: 1)
+    monkeypatch.setattr(_core, "simd_level", lambda: "scalar")
+    assert main(["doctor", "--path", str(tmp_path), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    mend = {f["name"]: f["mend"] for f in result["findings"]}
+    for name, way in {
+        "threads of torch": "OMP_NUM_THREADS", "threads of the optimizer": "OFFLOAD_THREADS", "memory that may be locked": "ulimit -l",
+        "instruction set": "OFFLOAD_SIMD",
+    }.items():  # fmt: skip
+        assert name in result["degraded"] and way in mend[name]
+    assert main(["doctor", "--path", str(tmp_path)]) == 0 and "degraded  memory that may be locked" in capsys.readouterr().out
+
+
+def test_what_a_plan_says_of_wear_is_what_a_run_writes(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    """Bytes to the drive, and how many steps its rating allows."""
+    settings = ["--set", "tiers.place={parameter='nvme', gradient='nvme', optimizer='nvme'}", "train.steps=4", "data.eval_sequences=0"]
+    assert main(["plan", str(run), "--json", *settings]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert main(["train", str(run), "--json", "--out", str(run.parent / "out"), *settings]) == 0
+    assert json.loads(capsys.readouterr().out)["moved_bytes"]["nvme_write"] == 4 * planned["written_bytes_per_step"]
+    assert planned["steps_per_100_tb_written"] == 10**14 // planned["written_bytes_per_step"]
+    assert main(["plan", str(run), *settings]) == 0 and "of its rated endurance (TBW)" in capsys.readouterr().out
+
+
 def test_a_plan(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     assert main(["plan", str(run), "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
@@ -176,6 +214,29 @@ def test_treatments_of_activations(capsys: pytest.CaptureFixture[str], run: Path
     assert len({(tuple(r["losses"]), r["digest"]) for r in results.values()}) == 1
     moved = {mode: r["moved_bytes"] for mode, r in results.items()}
     assert moved["nvme"]["nvme_write"] - moved["keep"]["nvme_write"] == 2 * results["nvme"]["activation_bytes"]["nvme"]
+
+
+def test_what_stays_on_the_device(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    """The plan says what is summed there and how often units are fetched; a run does that, and computes what it does with less room."""
+    run.write_text(RUN.replace("num_hidden_layers = 2", "num_hidden_layers = 6"))
+    settings = ["train.device=sim", "data.accumulate=4", "precision.compute=fp32", "tiers.place.optimizer=host", "data.eval_sequences=0"]
+    results = []
+    for place, there in (("host", False), (None, True)):
+        given = [*settings, *([f"tiers.place.{role}={place}" for role in ("parameter", "gradient")] if place else [])]
+        assert main(["plan", str(run), "--json", "--set", *given]) == 0
+        planned = json.loads(capsys.readouterr().out)
+        assert main(["plan", str(run), "--set", *given]) == 0
+        text = capsys.readouterr().out
+        assert (planned["summed_units"] > 0, planned["sum_bytes"] > 0, "summed on the device" in text) == (there,) * 3
+        assert f"{planned['fetches_per_step']} fetches" in text
+        assert main(["train", str(run), "--json", "--out", str(run.parent / str(there)), "--set", *given]) == 0
+        results.append(json.loads(capsys.readouterr().out) | {"planned": planned})
+        assert results[-1]["summed_units"] == planned["summed_units"]
+    assert len({(tuple(r["losses"]), r["digest"]) for r in results}) == 1
+    apart, there_too = results
+    assert apart["moved_bytes"]["d2h"] == 4 * there_too["moved_bytes"]["d2h"]
+    assert there_too["moved_bytes"]["h2d"] < apart["moved_bytes"]["h2d"]
+    assert there_too["fetches"] < apart["fetches"]
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.config import Precision, RunConfig, Tiers, check_place, format_size, known_keys, parse_size, precision_of
+from offload.config import Precision, RunConfig, Tiers, check_place, format_count, format_size, known_keys, parse_size, precision_of
 from offload.errors import ConfigError
 
 RUN = """
@@ -75,6 +75,11 @@ def test_numbers_of_bytes_are_exact(nbytes: int) -> None:
 
 def test_sizes_for_people() -> None:
     assert [format_size(n) for n in (0, 1023, 320 << 20, 2 << 30, 3 << 39)] == ["0 B", "1023 B", "320 MiB", "2 GiB", "1.5 TiB"]
+
+
+def test_counts_for_people() -> None:
+    counts = {70 * 10**9: "70 billion", 134_515_008: "135 million", 10**6: "1 million", 98_624: "98,624", 0: "0"}
+    assert {n: format_count(n) for n in counts} == counts
 
 
 def test_tiers_take_sizes_and_paths() -> None:

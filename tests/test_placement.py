@@ -254,3 +254,39 @@ def test_plan_given_is_the_plan_used(tmp_path: Path) -> None:
     with M.prepared(M.seeded(Small), M.tiers(tmp_path), device="sim", plan=made) as model:
         assert offload.runtime(model).plan is made
         assert len(engine_of(model).update_frames) == 6
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("tier", ["device", "host", "nvme"])
+def test_every_parameter_starts_on_a_cache_line_where_it_is_computed_on(tmp_path: Path, tier: str, device: str) -> None:
+    """Libraries may choose another kernel, and so other bits, by alignment. In forwards, and in what is computed again."""
+    starts: list[int] = []
+    model = M.seeded(lambda: M.Order(width=13))
+    for module in model.modules():
+        if not list(module.children()):
+            module.register_forward_pre_hook(lambda m, _: starts.extend(p.data_ptr() % 64 for p in m.parameters()))
+    with M.prepared(model, M.tiers(tmp_path), device=device, place={"parameter": tier}, activations="recompute", precision=M.BF16) as made:
+        for _ in range(2):
+            M.mean_square(made, torch.linspace(-1, 1, 52).view(4, 13)).backward()
+    assert len(starts) == 2 * 2 * 5 * 6 and not any(starts)
+
+
+@pytest.mark.parametrize("updates", ["forward", "backward"])
+def test_frozen_parameters_cost_their_values_alone(tmp_path: Path, updates: str) -> None:
+    """As under LoRA: no gradient, master or moments, and no byte of them is written."""
+    written, trained = [], sum(p.numel() for p in M.Order(depth=1).parameters())
+    for depth in (2, 5):
+        model = M.seeded(lambda depth=depth: M.Order(depth=depth))
+        for block in model.blocks[1:]:
+            block.bfloat16().requires_grad_(False)
+        with M.prepared(model, M.tiers(tmp_path), place=M.placed("nvme"), updates=updates) as made:
+            runtime, optimizer = offload.runtime(made), offload.optim.AdamW([p for p in made.parameters() if p.requires_grad])
+            assert runtime.stats()["state_bytes"] == trained * (2 + 2 + 12 + 2 * (depth - 1))
+            runtime.reset_counters()
+            for _ in range(3):
+                M.mean_square(made, torch.linspace(-1, 1, 64).view(4, 16)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            runtime.synchronize()
+            written.append(runtime.stats()["moved_bytes"]["nvme_write"])
+    assert written[0] == written[1] > 3 * 14 * trained

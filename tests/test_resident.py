@@ -87,26 +87,28 @@ def test_some_units(tmp_path: Path, seed: int) -> None:
     assert run(tmp_path, SimDevice(seed=seed), None, budget=budget, **options) == want
 
 
-def _resident_bytes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of the gradients of units that rest on the device, and of all others."""
+def _resident_bytes(model: nn.Module) -> tuple[int, int, int]:
+    """Bytes of the gradients of units that rest on the device, of those that are summed there, and of all others."""
     engine = engine_of(model)
     sizes = [sum(r.numel for r in u.records if r.trained) * engine.gradients.dtype.itemsize for u in engine.units]
     inside = sum(n for u, n in enumerate(sizes) if engine.resident.has(u))
-    return inside, sum(sizes) - inside
+    summed = sum(sizes[u] for u in engine.plan.summed)
+    return inside, summed, sum(sizes) - inside - summed
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_nothing_moves(tmp_path: Path, accumulate: int) -> None:
-    """Whole on the device: a run moves nothing, whatever it accumulates. In part: gradients of the others move once a micro-batch, and no more."""
-    for budget, everything in (("64MiB", True), ("1MiB", False)):
+    """Whole on the device: a run moves nothing, whatever it accumulates. In part: gradients of the others move once a micro-batch, or, where they are
+    summed on the device, once a step, and no more."""
+    for budget, everything in (("64MiB", True), ("1MiB", False), ("896KiB", False)):
         where, make = M.tiers(tmp_path, device=budget), lambda: M.Language(701, depth=4, tied=False)
         with M.prepared(M.seeded(make), where, device="sim", precision=M.FP32, accumulate=accumulate) as model:
             M.train(model, loss, 2, clip=0.1, accumulate=accumulate)
             moved = offload.runtime(model).stats()["moved_bytes"]
-            inside, outside = _resident_bytes(model)
+            inside, summed, outside = _resident_bytes(model)
             assert inside
-            assert bool(outside) != everything
-            assert moved["d2h"] == 2 * accumulate * outside
+            assert bool(summed + outside) != everything
+            assert moved["d2h"] == 2 * (summed + accumulate * outside)
             assert bool(moved["h2d"]) != everything
             assert everything or engine_of(model).slots.counters.fetches > 0
 

@@ -110,9 +110,11 @@ def test_neither_written_nor_read(tmp_path: Path, place: str, accumulate: int) -
     counted = [traffic_of(plan, direct=True, accumulate=accumulate, taken=t) for t in ((), places)]
     assert counted[0].nvme_write - counted[1].nvme_write == counted[0].nvme_read - counted[1].nvme_read == nbytes
     speeds, work = Speeds(1e9, 1e9, 1e6, 1e6, 1e9), [Work(1e-6, 1e-6)] * units
-    for early, times in ((0, 2), (units, 1)):
+    sums = accumulate - 1  # that are written, and read again, before the last one
+    for early, last in ((0, 1), (units, 0)):
         made = schedule(plan, range(units), speeds, work, True, early)
-        assert len(made.of("gradient")) == times * units and len(made.of("read")) == times * units
+        assert len(made.of("gradient")) == (1 + bool(sums) + bool(sums + last)) * units and len(made.of("read")) == (1 + last) * units
+        assert sum(e.end - e.start for e in made.of("gradient")) == pytest.approx((2 * sums + last) * nbytes / 1e6)
 
 
 def _bits(path: Path, x: torch.Tensor, device: Any, seed: int, keep: bool, updates: str = "backward", **over: Any) -> str:

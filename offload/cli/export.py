@@ -8,7 +8,7 @@ from typing import Any
 
 from offload.cli.app import emit
 from offload.cli.files import check, checkpoints
-from offload.config import ModelTable, RunConfig, format_size
+from offload.config import ModelTable, RunConfig, format_count, format_size
 from offload.errors import ConfigError
 
 _BESIDE = (
@@ -41,7 +41,7 @@ def _config(table: ModelTable) -> Any:
 
 def _text(result: dict[str, Any]) -> str:
     return (
-        f"{result['parameters'] / 1e9:.3g} billion parameters of {result['checkpoint']}, {format_size(result['bytes'])}, are in {result['directory']}"
+        f"{format_count(result['parameters'])} parameters of {result['checkpoint']}, {format_size(result['bytes'])}, are in {result['directory']}"
     )
 
 

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from offload.cli.app import emit
-from offload.config import Precision, RunConfig, format_size, precision_of
+from offload.config import Precision, RunConfig, format_count, format_size, precision_of
 from offload.errors import ConfigError
+
+_WEAR = 100 * 10**12  # bytes: drives are rated for some hundreds of terabytes written
 
 
 def _arithmetic(params: float, ranks: int, stage: int, replicate: int, precision: Precision) -> dict[str, Any]:
@@ -42,6 +44,7 @@ def _placement(run: str, overrides: Sequence[str], ranks: int) -> dict[str, Any]
     import torch
 
     from offload.planner.cost import traffic_of
+    from offload.planner.leftover import fetches, slots_of
     from offload.planner.schedule import taken
     from offload.train import model
     from offload.train.estimate import estimate
@@ -63,6 +66,7 @@ def _placement(run: str, overrides: Sequence[str], ranks: int) -> dict[str, Any]
         "predicted_step_seconds": found.predicted(made, direct=direct, accumulate=accumulate, early=early),
         **found.bound(traffic, recomputed=made.recomputed, accumulate=accumulate),
         "written_bytes_per_step": traffic.nvme_write,
+        "steps_per_100_tb_written": _WEAR // traffic.nvme_write if traffic.nvme_write else None,
         "state_bytes": made.state_bytes,
         "state_bytes_per_rank": made.state_bytes_per_rank,
         **({"ranks": ranks, "stage": config.train.stage, "replicate": config.train.replicate} if ranks > 1 else {}),
@@ -72,28 +76,42 @@ def _placement(run: str, overrides: Sequence[str], ranks: int) -> dict[str, Any]
         "activation_bytes": made.activation_bytes,
         "recomputed_units": len(made.recomputed),
         "passing_units": len(made.passing),
+        "summed_units": len(made.summed),
+        "sum_bytes": made.sum_bytes,
+        "slots": len(made.slots),
+        "slot_bytes": sum(made.slots),
+        "fetches_per_step": sum(map(sum, fetches(slots_of(made, direct), made.slots, accumulate))),
         "placement": made.describe(),
     }
 
 
 def _text(result: dict[str, Any]) -> str:
-    lines = [f"{result['parameters'] / 1e9:.3g} billion parameters, state {format_size(result['state_bytes'])}"]
-    if "ranks" in result:
+    lines = [f"{format_count(result['parameters'])} parameters, state {format_size(result['state_bytes'])}"]
+    if result.get("ranks", 1) > 1:
         groups = f", in {result['replicate']} groups that have the same" if result["replicate"] > 1 else ""
         lines.append(f"{format_size(result['state_bytes_per_rank'])} a rank on {result['ranks']} at stage {result['stage']}{groups}")
     if "placement" not in result:
-        lines.append(f"up to {format_size(result['written_bytes_per_step'])} written a step and rank, where all of it rests on NVMe")
+        each = " and rank" if result["ranks"] > 1 else ""
+        lines.append(f"up to {format_size(result['written_bytes_per_step'])} written a step{each}, where all of it rests on NVMe")
         return "\n".join(lines)
     lines += [f"{tier}: {format_size(result['peak_bytes'][tier])} of {format_size(have)}" for tier, have in result["budget_bytes"].items()]
     lines += [f"{role}: " + ", ".join(f"{format_size(n)} {tier}" for tier, n in tiers.items() if n) for role, tiers in result["placement"].items()]
     if result["passing_units"]:
         lines.append(f"gradients of {result['passing_units']} units pass to their updates through places that these share")
+    if result["slots"]:
+        fetched = f"{result['fetches_per_step']} fetches of units a step"
+        lines.append(f"parameters pass through {result['slots']} slots on the device ({format_size(result['slot_bytes'])}), by {fetched}")
+    if result["summed_units"]:
+        size = format_size(result["sum_bytes"])
+        lines.append(f"gradients of {result['summed_units']} units are summed on the device ({size}) and leave it once a step")
     held = ", ".join(f"{format_size(n)} {tier}" for tier, n in result["activation_bytes"].items() if n)
     again = f", {result['recomputed_units']} units computed again" if result["recomputed_units"] else ""
     lines.append(f"activations: {result['activations']}{again}" + (f" ({held})" if held else ""))
     lines.append(f"a step is expected to take {result['predicted_step_seconds']:.3g} s")
     lines.append(f"it takes at least {result['bound_step_seconds']:.3g} s, held by {result['limiting_link']}")
-    lines.append(f"{format_size(result['written_bytes_per_step'])} written to NVMe a step")
+    steps = result["steps_per_100_tb_written"]
+    wear = f": {steps:.3g} steps take 100 TB of its rated endurance (TBW)" if steps is not None else ""
+    lines.append(f"{format_size(result['written_bytes_per_step'])} written to NVMe a step{wear}")
     return "\n".join(lines)
 
 

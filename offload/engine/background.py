@@ -10,18 +10,19 @@ for it; no job runs after it.
 From the start of a backward on, what the next updates need besides gradients is read into free buffers, the first units' first. Who writes to
 what rests on NVMe drops what was read ahead; the next backward, or the step itself, reads again.
 
-Units that rest whole on a device have no jobs here: their updates are the device's work (`engine/resident.py`), and are waited for in the same way.
+Units that rest whole on a device have no jobs here: their updates are the device's work (`engine/resident.py`). Both are waited for in one
+way (`engine/jobs.py`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from offload.engine.jobs import Jobs, OnDevice, Reader, Waits, spoilt
 from offload.engine.record import Unit
 from offload.engine.resident import Resident
 from offload.engine.update import Updates
@@ -33,58 +34,13 @@ STEPS_MOST = 2  # steps whose write-backs may be under way
 Hypers: TypeAlias = dict[str, float | int | bool]  # fields of ops.HYPER
 
 
-class _Reader:
-    """A job that takes its gradient from memory that was lent to it. `wait` returns when it does no more, whatever became of it."""
-
-    def __init__(self, batch: Any, index: int, stalls: Stalls, behind: Callable[[], dict[str, float]]) -> None:
-        self._batch, self._index, self._stalls, self._behind = batch, index, stalls, behind
-
-    @property
-    def done(self) -> bool:
-        return bool(self._batch.reached(self._index, False))
-
-    def wait(self) -> None:
-        if self.done:
-            return
-        try:
-            with self._stalls.waiting(UPDATE, self._behind):
-                self._batch.wait_job(self._index, False)
-        except SwapError:
-            if not self.done:  # a device is stuck
-                raise
-
-
-@dataclass
-class _Job:
-    """The newest job of a chunk. `updated`: known to be."""
-
-    batch: Any
-    index: int
-    updated: bool = False
-
-
-class Others(Protocol):
-    """What other ranks update of parameters that rest here too, and bring."""
-
-    def wait(self, unit: int) -> None: ...
-
-    def done(self, unit: int) -> bool: ...
-
-
-class _NoOthers:
-    def wait(self, unit: int) -> None:
-        return None
-
-    def done(self, unit: int) -> bool:
-        return True
-
-
 class Background:
-    """The jobs of all steps that may not be done, by unit and chunk."""
+    """The updates of all steps that may not be done, and who is waited for."""
 
     def __init__(self, units: Sequence[Unit], updates: Updates, resident: Resident, stalls: Stalls | None = None) -> None:
         self._units, self._updates, self._resident, self._stalls = units, updates, resident, stalls or Stalls()
-        self._jobs: list[dict[int, _Job]] = [{} for _ in units]
+        self.jobs, on_device = Jobs(units, self._stalls, self._behind), OnDevice(resident)
+        self._waits: list[Waits] = [on_device if resident.has(u.number) else self.jobs for u in units]
         self._batches: deque[Any] = deque()
         self._prepared: tuple[Any, list[tuple[int, int]]] | None = None
         self._gated: tuple[Any, list[tuple[int, int]]] | None = None  # of the step that comes; see [Note: updates under the backward]
@@ -92,9 +48,6 @@ class Background:
         self._at: dict[tuple[int, int], int] = {}  # of the gated batch
         self._dropped: Any = None
         self._seconds: dict[str, float] = {}
-        self._error: SwapError | None = None
-        self._told = False
-        self.others: Others = _NoOthers()
 
     def start(self, hyper: np.ndarray[Any, Any], order: Sequence[int]) -> None:
         """Submits the updates of one step, those of units that are computed first before others. `hyper` is copied."""
@@ -112,7 +65,7 @@ class Background:
         active = self._updates.active(hyper)
         for index, place in enumerate(places):
             if place in active:  # an earlier job of any other may be still to be written
-                self._jobs[place[0]][place[1]] = _Job(batch, index)
+                self.jobs.note(*place, batch, index)
         for unit in order:
             if self._resident.has(unit):
                 self._resident.update(unit, hyper)
@@ -148,10 +101,10 @@ class Background:
         batch, readers = self._gated[0], dict[int, Transfer]()
         for chunk in range(len(self._units[unit].states)):
             index = self._at[unit, chunk]
-            self._jobs[unit][chunk] = _Job(batch, index)
+            self.jobs.note(unit, chunk, batch, index)
             self._updates.pipeline.open(batch, index, lent.get(chunk, 0))
             if chunk in lent:
-                readers[chunk] = _Reader(batch, index, self._stalls, self._behind)
+                readers[chunk] = Reader(batch, index, self._stalls, self._behind)
         return readers
 
     def read_ahead(self, order: Sequence[int]) -> None:
@@ -184,82 +137,38 @@ class Background:
 
     def wait(self, unit: int, chunk: int, written: bool, tell: bool = True) -> None:
         """Returns when a chunk is updated (or `written` back too). SwapError if it cannot be; unless `tell`, the caller may keep it to itself."""
-        if self._resident.has(unit):
-            self._resident.wait(unit)
-            return
-        job = self._jobs[unit].get(chunk)
-        if job is None or (job.updated and not written):
-            return
-        try:
-            if not job.batch.reached(job.index, False):
-                with self._stalls.waiting(UPDATE, self._behind):
-                    job.batch.wait_job(job.index, False)
-            if written and not job.batch.reached(job.index, True):
-                with self._stalls.waiting(NVME_WRITE):
-                    job.batch.wait_job(job.index, True)
-            job.batch.wait_job(job.index, written)  # raises what went wrong
-        except SwapError as error:
-            if not job.batch.reached(job.index, written):  # a device is stuck, and may yet come round
-                raise
-            self._error, self._told = _spoilt(error), self._told or tell
-            raise self._error from None
-        job.updated = True
-        if written and self._jobs[unit].get(chunk) is job:
-            self._jobs[unit].pop(chunk, None)  # another reader may just have
+        self._waits[unit].wait(unit, chunk, written, tell)
 
     def let_go(self, unit: int, chunk: int) -> None:
         """Returns when no update reads the chunk's gradient any more, whatever became of it."""
-        if self._resident.has(unit):
-            return  # work on the device has its order
-        job = self._jobs[unit].get(chunk)
-        try:
-            self.wait(unit, chunk, False, tell=False)
-        except SwapError:
-            if job is None or not job.batch.reached(job.index, False):
-                raise
+        self._waits[unit].let_go(unit, chunk)
 
     def wait_unit(self, unit: int, tell: bool = True, own: bool = False) -> None:
         """Returns when the unit's parameters are, where they rest, what they are to be; `own`: those of them that this rank updates."""
-        if self._resident.has(unit):
-            self._resident.wait(unit)
-            return
-        written = self._must_be_written(unit)
-        for chunk in list(self._jobs[unit]):
-            self.wait(unit, chunk, written, tell)
-        if not own:
-            self.others.wait(unit)
+        self._waits[unit].wait_unit(unit, tell, own)
 
     def ready(self, unit: int) -> bool:
         """Whether `wait_unit` would not wait."""
-        if self._resident.has(unit):
-            return self._resident.ready(unit)
-        written = self._must_be_written(unit)
-        jobs = list(self._jobs[unit].values())
-        return self.others.done(unit) and all((j.updated and not written) or j.batch.reached(j.index, written) for j in jobs)
-
-    def _must_be_written(self, unit: int) -> bool:
-        return bool(self._jobs[unit]) and self._units[unit].parameters[0].memory is None
+        return self._waits[unit].ready(unit)
 
     def synchronize(self) -> None:
         """Returns when nothing is under way but what is still to be opened. SwapError if any of it failed."""
         while self._batches:
             self._retire()
         self.check()
-        for unit, jobs in enumerate(self._jobs):
-            for chunk in list(jobs):
-                self.wait(unit, chunk, True)
+        self.jobs.synchronize()
         self._resident.synchronize()
 
     def check(self) -> None:
         """Raises the error that ended an earlier step, if it is known by now."""
         if self._gated is not None and self._gated[0].failed:
             self._abandon()
-        if self._error is None and any(b.failed for b in self._batches):
-            while self._error is None:
+        if self.jobs.error is None and any(b.failed for b in self._batches):
+            while self.jobs.error is None:
                 self._retire(raising=False)
-        if self._error is not None:
-            self._told = True
-            raise self._error.with_traceback(None)
+        if self.jobs.error is not None:
+            self.jobs.told = True
+            raise self.jobs.error.with_traceback(None)
         self._resident.check()
 
     def finish(self) -> None:
@@ -267,7 +176,7 @@ class Background:
         self._abandon()
         while self._batches:
             self._retire(raising=False)
-        if not (self._told or self._resident.failed):
+        if not (self.jobs.told or self._resident.failed):
             self.check()
         self._resident.finish()
 
@@ -286,7 +195,7 @@ class Background:
         self._prepared = self._gated = self._dropped = self._hyper = None
         self._batches.clear()
         self._resident.close()
-        self._jobs = [{} for _ in self._units]
+        self.jobs.clear()
 
     def trace(self, most: int) -> None:
         """From here on the newest `most` jobs are noted; 0: none."""
@@ -326,15 +235,11 @@ class Background:
         except SwapError as error:
             if not batch.done:
                 raise
-            self._error = _spoilt(error)
+            self.jobs.error = spoilt(error)
         self._batches.popleft()
         _add(self._seconds, batch)
         if raising:
             self.check()
-
-
-def _spoilt(error: SwapError) -> SwapError:
-    return SwapError(f"{error}. An update failed by it, so a step may be applied in part: this model can only be closed; go on from a checkpoint")
 
 
 def has_frame(background: Background, unit: int, chunk: int) -> bool:

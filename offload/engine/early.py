@@ -23,19 +23,20 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 
 from offload.engine.atrest import AtRest
 from offload.engine.background import Background, Hypers, has_frame
-from offload.engine.gradients import Gradients, begun, give, landed, spend
+from offload.engine.gradients import Gradients
 from offload.engine.graph import accumulates
 from offload.engine.passing import Passing
 from offload.engine.record import Record, Unit
 from offload.engine.slots import Use
 from offload.engine.sources import GradientSource
-from offload.errors import ConfigError, OffloadError
+from offload.engine.taking import begun, give, landed, spend
+from offload.errors import ConfigError, OffloadError, StepError
 from offload.planner.schedule import unit_order
 
 KEEPING = 'A plan with keep_gradients=True, or updates="forward", has a place for it; zero_grad() drops what there is'
@@ -99,11 +100,18 @@ class Early:
         """How many units may be early: those whose gradients pass are, however few are to be."""
         return max(self.units_most, *(n for n, unit in enumerate(reversed(forward), 1) if self._passing.has(unit)), 0)
 
-    def begin(self) -> None:
-        """A backward begins, and no gradient of it has come. OffloadError if the last one's updates have started."""
+    def begin(self, scaled: bool = False) -> None:
+        """A backward begins, and no gradient of it has come. OffloadError if the last one's updates have started; ConfigError if its loss is
+        `scaled` by a GradScaler."""
         if not self.accumulate or not self._most(self._forward()) or not any(accumulates(r.parameter) for records in self._trained for r in records):
             return
         self.check()
+        if scaled:
+            raise ConfigError(
+                "a GradScaler scaled the loss of this backward: a step in which a gradient overflows is to be skipped whole; with "
+                'updates="backward" a part of it would be applied before that shows. Nothing was changed. bf16 and fp32 gradients need no scaler: '
+                f"leave it out (GradScaler(enabled=False)); {WAY_OUT}"
+            )
         if self._started:
             raise OffloadError(
                 f"a backward began before step(), and the last one has started the updates of {self._name(next(iter(self._started)))} already. "
@@ -280,7 +288,7 @@ class Early:
             raise self._error.with_traceback(None)
 
     def verify(self, hypers: dict[int, Hypers]) -> None:
-        """OffloadError, for good, unless what has started is what step() would do with `hypers`."""
+        """Unless what has started is what step() would do with `hypers`: StepError, for good, or OffloadError where no update was opened yet."""
         self.check()
         self._background.check()
         for unit, generations in self._started.items():
@@ -297,7 +305,7 @@ class Early:
                     self._fail(f"{key} of {record.name} was {used[key]} at the start of the backward and is {now[key]} now")
 
     def skip(self, why: str) -> None:
-        """The step changes nothing. OffloadError, for good, if a part of it has."""
+        """The step changes nothing. StepError, for good, if a part of it has."""
         if not self.accumulate:
             return
         self.check()
@@ -306,11 +314,20 @@ class Early:
         self._background.drop()
         self.reset()
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, why: str) -> NoReturn:
+        """The step cannot be what was asked for. Where none of its updates was opened yet, all is as it was, and they are left to step()."""
+        started = f'{why}, after the backward had started updates (updates="backward")'
+        if not self._opened:
+            self._background.drop()
+            self._task, self._awaited, self._complete = -1, {}, []
+            self._started.clear()
+            raise OffloadError(
+                f"{started}: none of them is applied, and nothing was changed. Call step() again for a step by what there is now, or zero_grad() for "
+                f"none; {WAY_OUT}"
+            )
         done = ", ".join(self._name(u) for u in list(self._opened)[:3]) + (", ..." if len(self._opened) > 3 else "")
-        self._error = OffloadError(
-            f'{why}, after the backward had started updates (updates="backward"): the step is partly applied'
-            f"{f' ({len(self._opened)} units: {done})' if done else ''}, and this model can only be closed. "
+        self._error = StepError(
+            f"{started}: the step is partly applied ({len(self._opened)} units: {done}), and this model can only be closed. "
             'Go on from a checkpoint, with prepare(..., updates="forward") (train.updates in a run file), which takes all of a step or nothing'
         )
         raise self._error

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 import xxhash
@@ -25,7 +26,7 @@ from offload.engine.averaging import Averaging, share
 from offload.engine.background import Background
 from offload.engine.build import Found, arena_bytes, make_records, make_shards
 from offload.engine.early import Early
-from offload.engine.gradients import Gradients, check_spent
+from offload.engine.gradients import Gradients
 from offload.engine.graph import expected
 from offload.engine.initialise import fill_buffers, initial_values
 from offload.engine.passing import Passing
@@ -36,7 +37,8 @@ from offload.engine.resident import Resident
 from offload.engine.slots import Slots
 from offload.engine.sources import MomentSource, ValueSource
 from offload.engine.state import READERS, State, ahead
-from offload.engine.streamer import Streamer
+from offload.engine.streamer import Streamer, scaled, watch_scalers
+from offload.engine.taking import any_came, check_spent
 from offload.engine.update import Updates
 from offload.errors import BudgetError, ConfigError, OffloadError, RankError
 from offload.memory.arena import Arena, reserve
@@ -46,6 +48,7 @@ from offload.memory.swap import Extent, SwapSpace
 from offload.planner.boundaries import Boundaries
 from offload.planner.demand import Batch
 from offload.planner.placement import Plan, human
+from offload.planner.sums import sum_bytes
 from offload.transfer.device import Device
 from offload.transfer.frames import FramePool
 
@@ -105,6 +108,7 @@ class Engine:
         self.device.register(self.host)
         self.arena = self.device.memory(sizes["device"])
         make_shards(self.units, plan, self.host, self.arena, self.space)
+        self._open_sums(plan)
         staging = plan.staging
         self.update_frames = [self.host.take(staging.frame_bytes) for _ in range(staging.updates)]
         self.frames = FramePool(self.host.take(staging.frame_bytes), staging.parts, staging.part_bytes, self.stalls) if staging.parts else None
@@ -112,6 +116,23 @@ class Engine:
             self._open_activations(plan.boundaries, self.host)
         if self.space is not None:
             self.space.open()
+
+    def _open_sums(self, plan: Plan) -> None:
+        """Gives the units that the plan says room on the device for the sums of their gradients."""
+        if not plan.summed:
+            return
+        if not self._can_sum:
+            raise ConfigError(
+                "the plan has gradients summed on the device, which this device does not do; give prepare() a plan that was made for this device"
+            )
+        self._held.append(self.budgets["device"].reserve(plan.sum_bytes, "sums of gradients"))
+        self._further.append(self.device.memory(plan.sum_bytes))
+        for unit in (self.units[u] for u in sorted(plan.summed)):
+            unit.sums = self._further[-1].take(sum_bytes(unit.layout)).view(torch.float32)
+
+    @property
+    def _can_sum(self) -> bool:
+        return self.device.rests and not self.device.direct
 
     def _swap_space(self) -> SwapSpace:
         rank = self.job.number if self.job is not None else None
@@ -124,7 +145,7 @@ class Engine:
         self.background = Background(self.units, self._make_updates(DTYPES[plan.grad]), self.resident, self.stalls)
         self.state = State(self.units, plan.form, self._before_access, self.background, self._refresh, *ranks)
         self.slots = Slots(self.units, plan.slots, self.device, compute, self.frames, self.arena.take, self.background, *ranks)
-        self.gradients = Gradients(self.units, self.records, DTYPES[plan.grad], self.device, self.frames, self.resident)
+        self.gradients = Gradients(self.units, self.records, DTYPES[plan.grad], self.device, self.frames, self.resident, plan.accumulate)
         self.passing = Passing(plan.places, plan.passing, self.background.let_go)
         self.gradients.let_go = self.passing.let_go
         if self.world is not None:
@@ -140,7 +161,7 @@ class Engine:
             self.refresh = Refresh(
                 self.units, plan.share, world.within, self.frames, self.stalls, lambda unit: background.wait_unit(unit, tell=False, own=True)
             )
-            self.background.others = self.refresh
+            self.background.jobs.others = self.refresh
 
     def _make_updates(self, grad: torch.dtype) -> Updates:
         plan, lent = self.plan, self.frames.all if self.frames is not None else ()
@@ -187,6 +208,8 @@ class Engine:
             self._keep_gradients,
         )  # fmt: skip
         self.streamer.early = self.early
+        if self._updates_after:
+            watch_scalers()
         self.state.give_up = self.slots.give_up
         self.state.guard = lambda record: self.early.guard_use(record.unit)
         self.gradients.guard, self.gradients.came, self.gradients.takes = self.early.guard, self.early.came, self.early.takes
@@ -226,8 +249,13 @@ class Engine:
             made = self.plan.closed(Batch(*batch))
             if self.job is not None:
                 self.job.agree([made.activations, made.kept], "the treatment of activations (budgets are to be the same)")
+            if made.summed and (any_came(self.gradients) or not self._can_sum):
+                made = replace(made, summed=frozenset())  # some are summed elsewhere already
             if made.boundaries.nbytes:
                 self._reserve_boundaries(made.boundaries)
+            if made.summed:
+                self._open_sums(made)
+                self.resident.replace(self.gradients.dtype)
             self.device.keep(made.surge_bytes, made.free_bytes, made.reuses_freed)
             self.plan, self.streamer.recomputed = made, made.recomputed
 
@@ -315,7 +343,7 @@ class Engine:
         if self.gradients.dtype != torch.float32 and any(self.gradients.earlier(r) for r in self.records if r.trained):
             self.early.refuse("a further backward")
             self.widen_gradients()
-        self.early.begin()
+        self.early.begin(scaled())
         self.background.read_ahead(self.early.order())
         if self.reduction is not None:
             own = expected(self.records)
@@ -519,7 +547,7 @@ class Engine:
             if record.parameter.grad is not None and isinstance(part_of(record.parameter.grad), AtRest):
                 record.parameter.grad = None
         for unit in self.units:
-            unit.parameters, unit.gradients, unit.states = [], [], []
+            unit.parameters, unit.gradients, unit.states, unit.sums = [], [], [], None
         if self.space is not None:
             self.space.close()
         for arena in (getattr(self, "host", None), getattr(self, "arena", None), *self._further):

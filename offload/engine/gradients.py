@@ -6,6 +6,12 @@ that lands the result here. Landing casts, stores and takes the sums of squares 
 `scale` that clipping and a GradScaler set and the update applies, so they move no bytes. `p.grad is None` alone starts a new generation.
 Where a unit rests whole on a device of its own, its gradients land there, by work of the device's: see [Note: resident units].
 
+[Note: copies of sums]
+Where the gradients of a unit are summed on the device (planner/sums.py) they rest there: who reads, writes or scales them, or asks for their norm,
+does so there. What the tiers of the plan have is a copy, for the update alone. It is made once as many backwards as were declared have added to the
+gradient, while others are computed; step() makes those that are missing, as of a parameter that not every micro-batch used, and those that are stale.
+No work that changes a sum starts before its copy has ended.
+
 [Note: fp16 at rest]
 fp16 holds few exponents. What comes from a backward is cast as it is, so that what overflows is infinite and is found: a loss scale is there to
 prevent it. What a user writes is no longer scaled by any loss scale and would vanish: it is stored times a power of two that brings its largest
@@ -17,7 +23,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -34,10 +40,11 @@ from offload.engine.sources import Contribution, GradientSource
 from offload.errors import OffloadError
 from offload.memory.shard import Shard, check_process
 from offload.memory.stalls import GRADIENT
-from offload.transfer.device import Device, Landing
+from offload.transfer.device import Device, Landing, Put
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import Transfer
 
+SUM_PIECE = 1 << 30  # elements of a sum that one piece of work takes: kernels count them in 32 bits
 _FLT_MAX = torch.finfo(torch.float32).max
 _FP16_OVER = 65520.0  # from here on fp32 rounds to an infinite fp16
 
@@ -53,6 +60,8 @@ class _Entry:
     landing: list[Transfer] = field(default_factory=list)
     failed: Transfer | None = None  # a landing whose error is raised to whoever needs the gradient, until another takes its place
     collecting: bool = False  # it has come and is not reduced; see [Note: reduction]
+    backwards: int = 0  # that it is a sum of
+    copied: bool = True  # there is nothing on the device that its copy has not, or is to have; see [Note: copies of sums]
     early_task: int = -1
     epoch: int = -1
     task: int = -1
@@ -62,8 +71,11 @@ class Gradients:
     """The gradients of all trained parameters, in `dtype`, on the tiers of their chunks' shards."""
 
     def __init__(
-        self, units: list[Unit], records: list[Record], dtype: torch.dtype, device: Device, frames: FramePool | None, resident: Resident
+        self, units: list[Unit], records: list[Record], dtype: torch.dtype, device: Device, frames: FramePool | None, resident: Resident,
+        declared: int = 1,
     ) -> None:  # fmt: skip
+        """`declared`: how many backwards a step is to have."""
+        self._declared = declared
         self.units, self.records, self.dtype, self.device, self._resident = units, records, dtype, device, resident
         self._entries = {r.number: _Entry() for r in records}
         self._lock = threading.RLock()
@@ -238,7 +250,7 @@ class Gradients:
         entry = self._entries[record.number]
         self._settle(entry, fresh=True)
         entry.generation += 1
-        entry.scale, entry.spent = scale, False
+        entry.scale, entry.spent, entry.backwards = scale, False, 1
         entry.epoch, entry.task = self._epoch, torch._C._current_graph_task_id()
         self._changed()
         self._send(record, value.contiguous(), lambda there: self._store(record, there, accumulate=False))
@@ -250,6 +262,10 @@ class Gradients:
         if self.dtype != torch.float32:
             self.before_sums()
         self.accumulate(record, contribution)
+        entry = self._entries[record.number]
+        entry.backwards += 1
+        if entry.backwards >= self._declared:
+            self._copy_sum(record)
 
     def accumulate(self, record: Record, contribution: Contribution) -> None:
         """Adds to what rests here: a later use of the same backward, or a later micro-batch."""
@@ -263,6 +279,8 @@ class Gradients:
         if self.reduction is not None:
             self._settle(entry)  # it may be averaged where it rests
             self._changed()
+        elif self.units[record.unit].sums is not None and entry.copied:
+            self._settle(entry)  # the copy reads what this adds to
         scale, entry.scale = entry.scale, 1.0
         value = contribution.held().contiguous()
 
@@ -275,7 +293,8 @@ class Gradients:
 
     def _send(self, record: Record, source: torch.Tensor, landing: Landing) -> None:
         """Moves a gradient to where landings of the parameter's run, and starts one."""
-        if self._resident.has(record.unit):
+        if self._resident.lands(record.unit):
+            self._entries[record.number].copied = False
             taken = self._resident.taken(source)
             transfer = self._resident.start(record, lambda: landing(taken), source.nbytes)
         else:
@@ -284,11 +303,33 @@ class Gradients:
 
     def _put(self, record: Record, value: torch.Tensor) -> None:
         """Stores a value of the host's, at once or in the order of the device's work."""
-        if self._resident.has(record.unit):
+        if self._resident.lands(record.unit):
             self._send(record, value, lambda there: self._store(record, there, accumulate=False))
             self._settle(self._entries[record.number])  # the value may be the user's memory
         else:
             self._store(record, value, accumulate=False)
+
+    def _copy_sum(self, record: Record) -> None:
+        """Starts to copy a sum on the device to where its update reads it, unless that was done."""
+        entry, sums = self._entries[record.number], self._sum(record)
+        if sums is None or entry.copied or entry.zeroed:
+            return
+        entry.copied = True
+
+        def store(put: Put) -> None:
+            self._release(record)
+            with self._alone_here(), self._landing(record):
+                for chunk, start, first, stop in self._pieces(record):
+                    part, there = sums[first:stop].view(torch.uint8), self._memory(record, chunk, fresh=self._alone(record, chunk), dirty=True)
+                    put(there[start : start + part.numel()], part)
+                    self._came(record, chunk)
+
+        entry.landing.append(self.device.stow(sums, store, entry.landing[-1:], f"sum {record.name}"))
+
+    def _sum(self, record: Record) -> torch.Tensor | None:
+        """A gradient's elements on the device, where it is summed there."""
+        sums = self.units[record.unit].sums
+        return sums[record.offset : record.offset + record.numel] if sums is not None and record.trained else None
 
     # Access
 
@@ -308,7 +349,10 @@ class Gradients:
         if entry.zeroed:
             return torch.zeros(record.numel, dtype=self.dtype)
         out = (torch.empty if self.reduction is None else torch.zeros)(record.numel, dtype=self.dtype)
-        for chunk, start, first, stop in self._pieces(record):
+        sums = self._sum(record)
+        if sums is not None:
+            out.copy_(sums)
+        for chunk, start, first, stop in self._pieces(record) if sums is None else ():
             with self._alone_here():
                 part = self._memory(record, chunk, fresh=False, dirty=False)
                 out[first:stop].view(torch.uint8).copy_(part[start : start + (stop - first) * self.dtype.itemsize])
@@ -360,7 +404,7 @@ class Gradients:
         self.guard(record, "zeroing the gradient", True)
         entry = self._entries[record.number]
         self._settle(entry, fresh=True)
-        entry.scale, entry.zeroed, entry.spent = 1.0, True, False
+        entry.scale, entry.zeroed, entry.spent, entry.backwards = 1.0, True, False, 0
         self._resident.forget_sums(record)
         record.sums.zero_()
 
@@ -405,6 +449,11 @@ class Gradients:
         for record in self.records:
             if self._entries[record.number].zeroed:
                 self._put(record, torch.zeros(record.numel, dtype=self.dtype))
+        summed = [r for r in self.records if r.trained and r.grad is not None and self.units[r.unit].sums is not None]
+        for record in summed:
+            self._copy_sum(record)
+        for record in summed:
+            self._settle(self._entries[record.number])
         if self._cache is not None:
             with self._alone_here():
                 self._cache.flush()
@@ -473,7 +522,7 @@ class Gradients:
         entry = self._entries[record.number]
         if entry.zeroed and accumulate:
             self._store(record, torch.zeros(record.numel, dtype=self.dtype, device=host.device), accumulate=False)
-        if self._resident.has(record.unit):
+        if self._resident.lands(record.unit):
             self._store_resident(record, host.view(-1), accumulate)
             return
         self._release(record)
@@ -494,13 +543,19 @@ class Gradients:
 
     def _resident_parts(self, record: Record) -> Iterator[tuple[torch.Tensor, int, int]]:
         """(bytes in device memory, first element of the parameter, end element) of each slice."""
+        sums = self._sum(record)
+        if sums is not None:
+            for first in range(0, record.numel, SUM_PIECE):
+                part = sums[first : first + SUM_PIECE]
+                yield part.view(torch.uint8), first, first + part.numel()
+            return
         for chunk, start, first, stop in self._pieces(record):
             if stop > first:
                 memory = self._memory(record, chunk, fresh=False, dirty=True)
                 yield memory[start : start + (stop - first) * self.dtype.itemsize], first, stop
 
     def _rescale(self, record: Record, factor: float) -> None:
-        if self._resident.has(record.unit):
+        if self._resident.lands(record.unit):
             for part, _, _ in self._resident_parts(record):
                 self._resident.scale(part, factor)
             return
@@ -528,66 +583,3 @@ class Gradients:
             del self._awaited[key]
             if not self.takes(record.unit, chunk):
                 self._cache.finish(key)
-
-
-def check_spent(gradients: Gradients, stepped: Iterable[Record] | None = None) -> None:
-    """OffloadError if this backward would add to, or a step of `stepped` would use, a gradient that went into its update and was not kept."""
-    for record in gradients.records if stepped is None else stepped:
-        if gradients._entries[record.number].spent and (stepped is not None or gradients.earlier(record)):
-            gradients._check_kept(record)
-
-
-def spend(gradients: Gradients, records: Iterable[Record]) -> None:
-    """What came of these goes into their updates, or to nobody, and others come in its place."""
-    for record in records:
-        gradients._entries[record.number].spent = True
-
-
-def begun(gradients: Gradients, record: Record) -> bool:
-    """Whether the parameter has a gradient other than the zeros of zero_grad(set_to_none=False)."""
-    return record.parameter.grad is not None and not gradients._entries[record.number].zeroed
-
-
-def landed(gradients: Gradients, records: Sequence[Record], wait: bool = False) -> bool:
-    """Whether what came has landed. Never waits unless it is to; raises what went wrong."""
-    entries = [gradients._entries[r.number] for r in records]
-    if not wait and any(e.zeroed or not all(t.done for t in e.landing) for e in entries):
-        return False
-    for entry in entries:
-        gradients._settle(entry)
-    return True
-
-
-Start = Callable[[int, Mapping[int, int]], Mapping[int, Transfer]]
-
-
-def give(gradients: Gradients, unit: int, at_once: Callable[[int, int], bool], start: Start, keep: bool) -> bool:
-    """Starts the updates of a unit whose gradients have landed; False, and nothing done, where one could read its gradient neither from
-    NVMe nor, `at_once`, from a staging buffer. Never waits. Unless they are to `keep`, gradients taken from a buffer are not written.
-
-    `start(unit, lent)`: `lent` has by chunk the address of the gradient, where the update is to take it from; gives what reads there, by chunk.
-    """
-    cache, shards = gradients._cache, gradients.units[unit].gradients
-    if cache is None or all(shard.memory is not None for shard in shards):
-        start(unit, {})
-        return True
-    if not gradients._lock.acquire(blocking=False):  # something lands, which may wait for a drive
-        return False
-    try:
-        first, ready, lent = gradients._first_chunk[unit], True, dict[int, int]()
-        for chunk, shard in enumerate(shards):
-            frame = cache.frame(first + chunk) if shard.memory is None else None
-            if frame is not None and at_once(unit, chunk):
-                lent[chunk] = frame.data_ptr()
-            elif frame is not None and not cache.written(first + chunk):
-                cache.finish(first + chunk)
-                ready = False
-        if not ready:
-            return False
-        for chunk, reader in start(unit, lent).items():
-            cache.lend(first + chunk, reader, keep=keep)
-        for record in gradients.units[unit].records if not keep else ():
-            gradients._entries[record.number].spent |= any(chunk in lent for chunk, _ in record.slices)
-        return True
-    finally:
-        gradients._lock.release()

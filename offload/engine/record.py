@@ -75,6 +75,7 @@ class Unit:
     """One unit: its layout, its shards, and the modules whose forward it serves.
 
     `parameters` has a shard per flat, `gradients` and `states` one per chunk of the trained flat; of several ranks, what this one keeps.
+    `sums`: device memory, the trained flat's elements in fp32, where the gradients rest of which `gradients` has a copy for the update; or None.
     """
 
     number: int
@@ -85,6 +86,7 @@ class Unit:
     parameters: list[Shard] = field(default_factory=list)
     gradients: list[Shard] = field(default_factory=list)
     states: list[Shard] = field(default_factory=list)
+    sums: torch.Tensor | None = None
     initialised: bool = True
     repeated: bool = False
 

@@ -5,6 +5,7 @@ The host does not touch such a device's memory while a step runs, so a unit rest
 Its gradients land there (and are summed there, over uses and micro-batches), and its updates run there, all in the one order of `Device.work`: so
 an update waits for no landing and a landing for no update, and neither for the host. Only the sums of squares come to the host, as step() looks at
 them. Whoever computes with the parameters, or reads or writes state from the host, waits for the unit's update first.
+Of units whose gradients alone are summed on the device these land in the same way; see [Note: copies of sums] in engine/gradients.py.
 """
 
 from __future__ import annotations
@@ -50,27 +51,28 @@ class _Piece(NamedTuple):
 
 
 class Resident:
-    """The units of one runtime that rest whole on the device; none where the host's pipeline updates what rests there."""
+    """The units of one runtime that rest whole on the device; none where the host's pipeline updates what rests there. And where gradients land
+    there, of these and of units that are summed there."""
 
     def __init__(self, units: Sequence[Unit], form: StateForm, grad: torch.dtype, device: Device) -> None:
         self._units, self._form, self._device = units, form, device
         self.numbers = frozenset(u.number for u in units if not device.direct and u.layout.trained and _rests_whole(u))
-        self._records = {r.number: r for n in self.numbers for r in units[n].records if r.trained}
-        self._starts: dict[int, int] = {}
-        blocks = 0
-        for record in self._records.values():
-            self._starts[record.number] = blocks
-            blocks += max(1, -(-record.numel // NORM_BLOCK))
-        self._sums = torch.zeros(blocks, dtype=torch.float64, device=device.compute)
         self._landed: dict[int, Transfer] = {}  # by parameter, in order: what the sums in the host's memory do not know of yet
         self._updated: dict[int, Transfer] = {}
         self._error: BaseException | None = None
         self.replace(grad)
 
     def replace(self, grad: torch.dtype) -> None:
-        """Gradients rest in other shards, in `grad`. Nothing is under way."""
+        """Gradients land in other memory, in `grad`. Nothing is under way."""
         self._grad = grad
         self._pieces = {n: list(self._pieces_of(self._units[n])) for n in self.numbers}
+        self._records = {r.number: r for u in self._units if self.lands(u.number) for r in u.records if r.trained}
+        self._starts: dict[int, int] = {}
+        blocks = 0
+        for record in self._records.values():
+            self._starts[record.number] = blocks
+            blocks += max(1, -(-record.numel // NORM_BLOCK))
+        self._sums = torch.zeros(blocks, dtype=torch.float64, device=self._device.compute)
 
     def close(self) -> None:
         self.numbers, self._pieces = frozenset(), {}
@@ -103,6 +105,10 @@ class Resident:
         return Arrays(master, parts.get("low"), grad, m, parts[scale_of(MOMENTS[0])], v, parts[scale_of(MOMENTS[1])], out)
 
     # Gradients
+
+    def lands(self, unit: int) -> bool:
+        """Whether the unit's gradients land on the device."""
+        return unit in self.numbers or self._units[unit].sums is not None
 
     def start(self, record: Record, run: Callable[[], None], nbytes: int) -> Transfer:
         """Starts work on a parameter's gradient: `run` calls `store` and `scale`."""

@@ -98,7 +98,7 @@ class State:
             self.guard(record)
             for chunk, _ in record.slices:
                 self._background.wait(record.unit, chunk, shard.memory is None)
-            self._background.others.wait(record.unit)
+            self._background.jobs.others.wait(record.unit)
         return shard, (record.offset - self._share.span(unit.layout.flats[record.flat], "parameter")[0]) * dtype.itemsize, dtype
 
     def _here(self, record: Record, first: int, stop: int) -> tuple[int, int]:

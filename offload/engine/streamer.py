@@ -6,12 +6,18 @@ order; its post-hook undoes that. Tensors saved for backward that view a slot ar
 unit then is; all others go to the hooks around (checkpointing's, say). Recomputation wraps inside the lease and outside those
 hooks, in the first forward and in the second alike, so that both save the same tensors. Backward: the first gradient of a unit's
 output takes a soft lease and binds again, for checkpoints that call `forward` without hooks.
+
+[Note: scaled losses]
+Where updates start in the backward, GradScaler.scale is watched, once for all scalers: a hook on what it gives notes the backward that starts there,
+so that one whose steps may have to be skipped whole is refused before anything of it is updated.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
@@ -21,8 +27,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch._C import _autograd
+from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 
 from offload.dist.divided import part_of, whole
@@ -141,10 +148,11 @@ class Streamer:
     def _register(self, model: nn.Module, records: list[Record]) -> None:
         keep = self._handles.append
         # functions and not bound methods: a deepcopy of the model would copy what a bound method belongs to
-        keep(model.register_forward_pre_hook(lambda m, a, k: self._root_forward(m, a, k), prepend=True, with_kwargs=True))
+        # torch passes no keywords any more to the hooks of a call under way if one of the user's closes the model
+        keep(model.register_forward_pre_hook(lambda m, a, k=None: self._root_forward(m, a, k), prepend=True, with_kwargs=True))
         for unit in self.units:
             for module in unit.modules:
-                handle = module.register_forward_pre_hook(lambda m, a, k, u=unit.number: self._enter(m, u, a, k), with_kwargs=True)
+                handle = module.register_forward_pre_hook(lambda m, a, k=None, u=unit.number: self._enter(m, u, a, k), with_kwargs=True)
                 self._enter_hooks.append((module, handle))
                 keep(handle)
                 keep(module.register_forward_hook(lambda m, a, o, u=unit.number: self._leave(m, u, o), always_call=True, prepend=True))
@@ -160,11 +168,18 @@ class Streamer:
             handle.remove()
         self._handles.clear()
 
+    def _open(self, kwargs: dict[str, Any] | None) -> dict[str, Any]:
+        """A call's keywords. OffloadError if a hook that ran before has closed the model."""
+        if kwargs is None or not self._handles:
+            raise OffloadError("the runtime of this model was closed by a hook in the middle of a forward; close it after its last backward and step")
+        return kwargs
+
     # Forward
 
-    def _root_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def _root_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Any, Any] | None:
         if module is not self.model:
             return None  # a copy of the model took the hooks along
+        kwargs = self._open(kwargs)
         if torch._C._current_graph_task_id() < 0:  # inside a backward it is a recomputation, whose leases stand
             self._end_backward()
             self.slots.device.stalls.computing()
@@ -176,9 +191,10 @@ class Streamer:
         self.on_root(list(_tensors((args, kwargs))))
         return _to_device(args, self.slots), _to_device(kwargs, self.slots)
 
-    def _enter(self, module: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def _enter(self, module: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Any, Any] | None:
         if module not in self.units[number].modules:
             return None  # a copy of the model took the hooks along
+        kwargs = self._open(kwargs)
         if torch._C._current_graph_task_id() < 0:
             if self._backward.task != -1:
                 self._end_backward()  # a backward that raised
@@ -432,6 +448,35 @@ class Streamer:
                     if not self.slots.prefetch(owner, nearer):
                         return
                 nearer.add(owner)
+
+
+_scale = GradScaler.scale
+_scaled: deque[int] = deque(maxlen=256)  # the newest backwards from losses that a scaler scaled; few run at once
+
+
+@functools.wraps(_scale)
+def _watched_scale(self: GradScaler, outputs: Any) -> Any:
+    """See [Note: scaled losses]."""
+    scaled = _scale(self, outputs)
+    if scaled is not outputs:  # it is enabled
+        for value in tree_leaves(scaled):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                value.register_hook(_note_scaled)
+    return scaled
+
+
+def _note_scaled(grad: torch.Tensor) -> None:
+    _scaled.append(torch._C._current_graph_task_id())
+
+
+def watch_scalers() -> None:
+    """From here on `scaled` knows the backwards of losses that any GradScaler scales."""
+    GradScaler.scale = _watched_scale  # type: ignore[method-assign]
+
+
+def scaled() -> bool:
+    """Whether the backward that runs starts from a loss that a GradScaler has scaled."""
+    return torch._C._current_graph_task_id() in _scaled
 
 
 def _entries(units: list[Unit], records: list[Record]) -> list[list[Entry]]:

@@ -68,6 +68,7 @@ class Runtime:
             "activation_bytes": e.plan.activation_bytes,
             "recomputed_units": len(e.plan.recomputed),
             "passing_units": len(e.passing.units),
+            "summed_units": len(e.plan.summed),
             "fetches": e.slots.counters.fetches,
             "prefetch_misses": e.slots.counters.misses + e.activations.counters.misses,
             "skipped": e.skipped,
@@ -155,6 +156,11 @@ class Runtime:
         after the backward, nor add to it after step().
         """
         self._engine.early.units_most, self._engine.early.keep_gradients = units, keep_gradients
+
+    def fill(self) -> None:
+        """Gives each parameter that was made on `meta` and has no value yet its first one, which else comes with its first use."""
+        for unit in self._engine.units:
+            self._engine.initialise(unit.number)
 
     def digest(self) -> str:
         """A hash of all parameters, moments and steps, by name: the same wherever they rest. With several ranks a collective."""

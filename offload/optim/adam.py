@@ -37,8 +37,8 @@ class Adam(torch.optim.Optimizer):
     Param groups, schedulers, `step(closure)`, `state_dict` and `load_state_dict` are torch's. `state[p]` has `step` (fp32 scalar), `exp_avg` and
     `exp_avg_sq` (at rest; they read as fp32, and are rounded to `Precision(moments=...)` when written). A step in which a gradient is not finite
     is skipped whole and warned of; `skipped` counts them. `torch.amp.GradScaler` works unchanged, and moves no gradient: the update unscales, and
-    the norms tell what is not finite; a step that it finds so is skipped without a warning. `foreach` and `fused` choose among torch's kernels and
-    change nothing here.
+    the norms tell what is not finite; a step that it finds so is skipped without a warning. With updates="backward", ConfigError
+    at the first backward from a loss that one has scaled. `foreach` and `fused` choose among torch's kernels and change nothing here.
     ConfigError for `amsgrad`, `capturable` and `differentiable`.
     """
 
@@ -79,8 +79,8 @@ class Adam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter whose `.grad` is not None. Calls `closure` first, with gradients enabled, and returns its loss.
 
-        With updates="backward", OffloadError where what the backward has started is not what this step would do: the step is then partly
-        applied, and so are all later ones refused. ConfigError for a `closure`.
+        With updates="backward", StepError where what the backward has started is not what this step would do: the step is then partly
+        applied, and so are all later ones refused. OffloadError, and nothing changed, where none was open yet. ConfigError for a `closure`.
         """
         loss, engines = None, self._engines()
         if engines and all(engine.closed for engine in engines):  # and their gradients are gone with them

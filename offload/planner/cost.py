@@ -13,9 +13,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from offload.planner.layout import DTYPE_BYTES, UnitLayout
+from offload.planner.leftover import fetches, slots_of
 from offload.planner.placement import Plan, chunks_of
 from offload.planner.schedule import Place, Speeds
 from offload.planner.share import ABSENT
+from offload.planner.sums import link_bytes
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,8 @@ def speeds(traffic: Traffic, rates: Rates) -> Speeds:
 
 
 def traffic_of(plan: Plan, *, direct: bool, accumulate: int = 1, taken: Collection[Place] = ()) -> Traffic:
-    """What a plan moves in a step of `accumulate` micro-batches: a unit's parameters are fetched for each forward and each backward, gradients
-    go once for each micro-batch and come back for the sum and for the update, state comes and goes once.
+    """What a plan moves in a step of `accumulate` micro-batches: a unit's parameters are fetched for each pass that finds them in no slot, gradients
+    go once for each micro-batch and come back for the sum and for the update, state comes and goes once. Sums that stay on the device go once.
 
     Boundary activations that leave the device go and come back once for each micro-batch.
     `direct`: the device computes from host memory, so that nothing goes over a link to it. `taken`: chunks (schedule.taken) whose gradients' last
@@ -114,23 +116,24 @@ def traffic_of(plan: Plan, *, direct: bool, accumulate: int = 1, taken: Collecti
     read = write = away if plan.boundaries.tier == "nvme" else 0
     h2d = d2h = 0 if direct else away
     updated = 0
+    fetched = fetches(slots_of(plan, direct), plan.slots, accumulate)
     for u, unit in enumerate(plan.layouts):
         nbytes = sum(plan.share.parameter_bytes(f) for f in unit.flats)
         kept, updates = (_numel(plan, unit, role) * DTYPE_BYTES[plan.form.compute] for role in ("parameter", "optimizer"))
-        fetches = 2 * accumulate
+        times = sum(fetched[u])
         if plan.parameter[u] == "nvme":
-            read += fetches * nbytes + (updates if plan.form.value_is_master else 0)
+            read += times * nbytes + (updates if plan.form.value_is_master else 0)
             write += kept
         if plan.parameter[u] != "device" and not direct:
-            h2d += fetches * nbytes
+            h2d += times * nbytes
         for i, chunk in enumerate(chunks_of(unit)):
             if plan.state[u][i] != ABSENT and (direct or plan.state[u][i] != "device"):
                 updated += sum(s.stop - s.start for s in chunk.slices)
             gradient = chunk.numel * DTYPE_BYTES[plan.grad]
             if not direct and plan.gradient[u][i] not in ("device", ABSENT):
-                d2h += accumulate * gradient
+                d2h += link_bytes(chunk.numel, plan.sent, accumulate, u in plan.summed)
             if plan.gradient[u][i] == "nvme":
-                times = accumulate - ((u, i) in taken)
+                times = (1 if u in plan.summed else accumulate) - ((u, i) in taken)
                 write += times * gradient
                 read += times * gradient  # for the next sum, and at last for the update
             if plan.state[u][i] == "nvme":

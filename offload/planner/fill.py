@@ -79,11 +79,12 @@ def sizes_of(layouts: Sequence[UnitLayout], grad: str, form: StateForm, share: S
 
 @dataclass(frozen=True)
 class Load:
-    """What is to rest where: the tiers of the roles that are fixed. `rests`, `direct`: as in `Capacities`."""
+    """What is to rest where: the tiers of the roles that are fixed. `rests`, `direct`: as in `Capacities`. `most`: units that may rest whole."""
 
     place: dict[str, str]
     rests: bool
     direct: bool
+    most: float = math.inf
 
     @property
     def whole(self) -> bool:
@@ -179,7 +180,7 @@ def _fill_whole(
     whole = [sizes.parameter[u] + sum(ends[u][-1] for ends in sizes.ends.values() if ends[u]) for u in range(count)]
     order = [u for u in sorted(range(count), key=lambda u: sizes.parameter[u]) if _may_rest(sizes, load, u)]
     upto = [0, *accumulate(whole[u] for u in order)]
-    first = bisect_right(upto, room.device // room.share) - 1
+    first = int(min(load.most, bisect_right(upto, room.device // room.share) - 1))
     while first > 0 and room.share * upto[first] + sum(slots_for(_moved_beside(sizes, set(order[:first])))) > room.device:
         first -= 1
     there = set(order[: max(0, first)])

@@ -39,10 +39,12 @@ from offload.planner.boundaries import AWAY, STAY, UNKNOWN_SHARE, Boundaries, bo
 from offload.planner.fill import ROLES, TIERS, Filled, Room, Runs, Short, Sizes, fill, fixed_bytes, leaving_room, moved, sizes_of
 from offload.planner.form import StateForm
 from offload.planner.layout import DTYPE_BYTES, Chunk, UnitLayout, UnitSpec, lay_out_all, round_up
+from offload.planner.leftover import leftover
 from offload.planner.passing import KEPT, kinds, places
 from offload.planner.request import Capacities, Request
 from offload.planner.share import ABSENT, ALONE, Share
 from offload.planner.staging import Staging, share_out
+from offload.planner.sums import sum_bytes
 
 CHUNKS = tuple((1 << 20) >> i for i in range(7))  # elements a chunk, largest first
 FRAMES_MOST, FRAMES_LEAST = 8, 3
@@ -82,6 +84,8 @@ class Plan:
     share: Share = ALONE
     moves: str = "fp32"
     places: tuple[int, ...] = ()
+    accumulate: int = 1  # micro-batches a step
+    summed: frozenset[int] = frozenset()  # units whose gradients are summed on the device (planner/sums.py)
 
     @property
     def compute(self) -> str:
@@ -100,10 +104,20 @@ class Plan:
     @property
     def peak_bytes(self) -> dict[str, int]:
         return {
-            "device": self.resting["device"] + sum(self.slots) + self.working.total,
+            "device": self.resting["device"] + sum(self.slots) + self.sum_bytes + self.working.total,
             "host": self.resting["host"] + self.frames * self.frame_bytes + self.boundaries.by_tier["host"],
             "nvme": self.resting["nvme"] + self.boundaries.by_tier["nvme"],
         }
+
+    @property
+    def sum_bytes(self) -> int:
+        """What sums of gradients take of the device."""
+        return sum(sum_bytes(self.layouts[u]) for u in self.summed)
+
+    @property
+    def sent(self) -> str:
+        """The dtype in which a micro-batch's gradients leave the device."""
+        return self.moves if self.share.ranks > 1 else self.compute
 
     @cached_property
     def staging(self) -> Staging:
@@ -137,8 +151,8 @@ class Plan:
 
     @property
     def free_bytes(self) -> int:
-        """What the device budget leaves beside state and slots."""
-        return self.budgets["device"] - self.resting["device"] - sum(self.slots)
+        """What the device budget leaves beside state, slots and sums of gradients."""
+        return self.budgets["device"] - self.resting["device"] - sum(self.slots) - self.sum_bytes
 
     @property
     def activation_bytes(self) -> dict[str, int]:
@@ -189,7 +203,7 @@ class Plan:
             over = {tier: made.peak_bytes[tier] - self.budgets[tier] for tier in TIERS}
             tier = max(over, key=lambda t: over[t])
             if over[tier] <= 0:
-                return made.with_kept_units()
+                return _with_leftover(made.with_kept_units(), slots=False)
             shorts.append((over[tier], tier, made))
         raise PlanError(_explain_batch(*min(shorts, key=lambda short: short[0])))
 
@@ -443,9 +457,10 @@ def plan_units(
     may_pass = not keep_gradients and accumulate == 1 and share.ranks == 1 and "gradient" not in place
     return _plan(
         Request(
-            tuple(units), capacities, form, grad, place, activations, batch, part=share, moves=moves, kinds=kinds(units) if may_pass else ()
+            tuple(units), capacities, form, grad, place, activations, batch, part=share, moves=moves, accumulate=accumulate,
+            kinds=kinds(units) if may_pass else (),
         )
-    )
+    )  # fmt: skip
 
 
 def keeping(plan: Plan, kept: int) -> Plan:
@@ -460,6 +475,12 @@ def keeping_gradients(plan: Plan) -> Plan:
     """What would go where if every gradient had a place of its own; as `plan_units` does."""
     assert plan.request is not None
     return _plan(replace(plan.request, kinds=()))
+
+
+def holding(plan: Plan, whole: int) -> Plan:
+    """What would go where if no more than so many units rested whole on the device; as `plan_units` does."""
+    assert plan.request is not None
+    return _plan(replace(plan.request, whole=whole))
 
 
 def _searched(request: Request) -> _Search:
@@ -489,11 +510,12 @@ def _plan(request: Request) -> Plan:
         working=work, resting=filled.taken, budgets=capacities.by_tier,
         boundaries=boundaries(request.units, batch, request.compute, mode, request.kept), kept=request.kept, request=request,
         share=share, moves=request.moves, places=places(passes) if any(k != KEPT for k in passes) else (),
+        accumulate=request.accumulate,
     )  # fmt: skip
     unplaced = _unplaced(plan, capacities)
     if unplaced:
         raise PlanError(_explain(request, _Refusal("nvme", capacities.nvme + unplaced, work, filled.slots)))
-    return _with_flight(plan, capacities).with_kept_units()
+    return _with_leftover(_with_flight(plan, capacities).with_kept_units(), slots=True)
 
 
 def _expanded(runs: Sequence[Runs], layouts: Sequence[UnitLayout], share: Share, role: str) -> tuple[tuple[str, ...], ...]:
@@ -527,6 +549,12 @@ def _with_flight(plan: Plan, capacities: Capacities) -> Plan:
     spare = min(capacities.device - plan.peak_bytes["device"], (FLIGHT - 1) * plan.working.in_flight)
     work = plan.working
     return replace(plan, working=replace(work, gradients=work.gradients + spare, in_flight=work.in_flight + spare))
+
+
+def _with_leftover(plan: Plan, slots: bool) -> Plan:
+    """With what the device has left in use, for further `slots` too; see [Note: left over] in planner/leftover.py."""
+    found = leftover(plan, slots)
+    return replace(plan, slots=tuple(sorted((*plan.slots, *found.slots), reverse=True)), summed=found.summed)
 
 
 def _explain(request: Request, short: _Refusal) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -47,6 +48,8 @@ class Request:
     part: Share = ALONE
     moves: str = "fp32"
     kinds: tuple[int, ...] = ()  # by unit, where gradients may pass
+    accumulate: int = 1  # micro-batches a step
+    whole: float = math.inf  # units at the most that rest whole on the device
 
     @property
     def compute(self) -> str:
@@ -58,7 +61,7 @@ class Request:
 
     @cached_property
     def load(self) -> Load:
-        return Load(self.place, self.capacities.rests, self.capacities.direct)
+        return Load(self.place, self.capacities.rests, self.capacities.direct, self.whole)
 
     @cached_property
     def role_bytes(self) -> dict[str, int]:
@@ -74,6 +77,17 @@ class Request:
             "optimizer": sum(self.form.nbytes(n) for n in sizes),
         }
         return {role: n // self.part.ranks if self.part.divides(role) else n for role, n in whole.items()}
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether parameters may stay on the device from pass to pass: it has memory of its own, and no rank waits for another's."""
+        return not self.capacities.direct and self.part.ranks == 1 and "parameter" not in self.place
+
+    @property
+    def may_sum(self) -> bool:
+        """Whether sums of gradients may stay on the device: it has memory and kernels of its own, and nobody else's are to be added."""
+        kernels = self.capacities.rests and not self.capacities.direct
+        return self.accumulate > 1 and kernels and self.part.ranks == 1 and "gradient" not in self.place
 
     def fixed(self, tier: str) -> int:
         return sum(n for role, n in self.role_bytes.items() if self.place.get(role) == tier)

@@ -8,6 +8,7 @@ need is then read as buffers come free, without waiting for step(). Of these, up
 they landed (`taken`): they are never written. Units whose gradients pass are early in any case (`least_early`), and wait for the updates that read
 from the places which they share. A unit's forward waits for its own updates; its gradients wait for the updates that read the last ones; a read waits
 for the write-back of the chunk that had the buffer before.
+Several micro-batches are as one with as much compute and traffic as all of them have.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from functools import cache
 from typing import NamedTuple
 
 from offload.planner.layout import DTYPE_BYTES, Chunk
+from offload.planner.leftover import fetches, slots_of
 from offload.planner.placement import Plan, chunks_of, gradient_chunk_bytes
 from offload.planner.share import ABSENT
+from offload.planner.sums import link_bytes
 from offload.planner.timeline import Timeline
 
 Place = tuple[int, int]  # a unit, and a chunk of its trained flat
@@ -140,6 +143,8 @@ class _Builder:
 
     def __init__(self, plan: Plan, forward: Sequence[int], speeds: Speeds, work: Sequence[Work], direct: bool, early: int) -> None:
         self.plan, self.forward, self.speeds, self.work, self.direct = plan, list(forward), speeds, work, direct
+        self.passes = plan.accumulate
+        self.fetches = fetches(slots_of(plan, direct), plan.slots, plan.accumulate)
         self.timeline = Timeline()
         self.tasks: list[_Task] = []
         self.steps: list[int] = []  # the tasks that end them
@@ -198,7 +203,7 @@ class _Builder:
         if phase == "forward":
             after += [self._updated[unit, c][0] for c in range(len(chunks_of(self.plan.layouts[unit]))) if (unit, c) in self._updated]
         if self._moves(unit):
-            after.append(self._fetch(unit))
+            after.append(self._fetch(unit, self.fetches[unit][phase == "backward"]))
         if phase == "backward" and unit in self._left:
             after += self._boundary(unit, self._left.pop(unit), ("nvme_read", "h2d"))
         if phase == "backward" and self.direct:
@@ -214,7 +219,7 @@ class _Builder:
 
     def _boundary(self, unit: int, after: list[int], lanes: tuple[str, str]) -> list[int]:
         """A unit's input leaves when the unit before is done, and comes back when backward is one unit from it."""
-        nbytes = self.plan.boundaries.sizes[unit]
+        nbytes = self.passes * self.plan.boundaries.sizes[unit]
         after = [*after, *(self._visits[-2:-1] if lanes[0] == "nvme_read" else [])]
         for lane in lanes:
             if self.plan.boundaries.tier == "nvme" if lane.startswith("nvme") else not self.direct:
@@ -226,8 +231,8 @@ class _Builder:
             return True
         return self.plan.parameter[unit] not in (("device", "host") if self.direct else ("device",))
 
-    def _fetch(self, unit: int) -> int:
-        """A fetch starts as far ahead as there are slots, from what the unit's own updates made of it."""
+    def _fetch(self, unit: int, times: int) -> int:
+        """A fetch starts as far ahead as there are slots, from what the unit's own updates made of it. No `times`: it is there."""
         plan, nvme = self.plan, self.plan.parameter[unit] == "nvme"
         nbytes = sum(plan.share.parameter_bytes(f) for f in plan.layouts[unit].flats)
         after = [self._updated[unit, c][1 if nvme else 0] for c in range(len(chunks_of(plan.layouts[unit]))) if (unit, c) in self._updated]
@@ -236,7 +241,7 @@ class _Builder:
         lane, speed = ("nvme_read", self.speeds.nvme_read) if nvme else ("h2d", self.speeds.h2d)
         if nvme and not self.direct:
             speed = min(speed, self.speeds.h2d)
-        return self.task("fetch", unit, -1, lane, nbytes / speed, after, plan.staging.part_bytes if nvme and not self.direct else 0)
+        return self.task("fetch", unit, -1, lane, times * nbytes / speed, after, plan.staging.part_bytes if nvme and not self.direct else 0)
 
     def _depth(self, nbytes: int) -> int:
         """How many visits before its own a unit of so many bytes is fetched: one slot is in use, and none much larger is taken ahead of need."""
@@ -257,12 +262,16 @@ class _Builder:
                 continue
             nbytes = gradient_chunk_bytes(chunk, plan.grad)
             after = [*sent, *([self._updated[unit, c][0]] if (unit, c) in self._updated else [])]
-            lane, seconds = "d2h", 0.0 if self.direct else nbytes / self.speeds.d2h
+            lane, seconds = "d2h", 0.0 if self.direct else link_bytes(chunk.numel, plan.sent, self.passes, unit in plan.summed) / self.speeds.d2h
             if plan.gradient[unit][c] == "device" and not self.direct:
                 lane, seconds = "device", 0.0
             landed = self.task("gradient", unit, c, lane, seconds, after)
-            if plan.gradient[unit][c] == "nvme" and (unit, c) not in self.taken:
-                landed = self.task("gradient", unit, c, "nvme_write", nbytes / self.speeds.nvme_write, [landed], plan.staging.part_bytes)
+            if plan.gradient[unit][c] == "nvme":
+                sums = 0 if unit in plan.summed else self.passes - 1  # that are written, and read to be added to
+                written = sums + ((unit, c) not in self.taken)
+                for lane, times, speed in (("nvme_read", sums, self.speeds.nvme_read), ("nvme_write", written, self.speeds.nvme_write)):
+                    if times:
+                        landed = self.task("gradient", unit, c, lane, times * nbytes / speed, [landed], plan.staging.part_bytes)
             self._landed.append(landed)
         return self._landed[first:]
 

@@ -28,7 +28,7 @@ from offload.observe import adam, measure, profile
 from offload.observe.compute import calls_of, compute_seconds, timed
 from offload.planner import cost
 from offload.planner.cost import Compute, Rates, Traffic
-from offload.planner.placement import Plan, keeping, keeping_gradients
+from offload.planner.placement import Plan, holding, keeping, keeping_gradients
 from offload.planner.schedule import LEAST_GAIN, TRIED, Speeds, Work, choose_early, schedule, taken
 from offload.train import loss, model
 
@@ -64,12 +64,14 @@ class Estimate:
         return choose_early(plan, self.order, speeds, work, direct)
 
     def fastest(self, planned: Plan, *, direct: bool, accumulate: int, early: bool) -> Plan:
-        """Of plans that keep more and more units' activations, the first that takes no longer than any; see [Note: kept units] in the planner. Of one
-        whose gradients pass, and the one like it that keeps them where that fits, the shorter.
+        """Of plans that keep more and more units' activations, the first that takes no longer than any; see [Note: kept units] in the planner. Of it
+        and those like it in which fewer units rest whole on a device of its own, for its room to spare others' traffic, the first that takes no
+        longer than any. Of one whose gradients pass, and the one like it that keeps them where that fits, the shorter.
 
-        `early`: updates may run during the backward. A plan whose activations were not for the planner to choose stays as it is.
+        `early`: updates may run during the backward. A plan whose activations were not for the planner to choose keeps those that it has.
         """
         chosen = self._fastest_kept(planned, direct, accumulate, early)
+        chosen = self._fastest_whole(chosen, direct, accumulate, early)
         if not chosen.passing:
             return chosen
         try:
@@ -96,6 +98,20 @@ class Estimate:
                 break
             if plan.activations not in (planned.activations, "keep"):
                 continue  # it fits by sending the others' inputs away, whose copies on a CPU no link accounts for
+            seconds.append((plan, self._seconds(plan, direct, accumulate, early)))
+        least = min(s for _, s in seconds)
+        return next(plan for plan, s in seconds if s <= (1 + LEAST_GAIN) * least)
+
+    def _fastest_whole(self, planned: Plan, direct: bool, accumulate: int, early: bool) -> Plan:
+        whole = sum(tier == "device" for tier in planned.parameter)
+        if direct or not whole or planned.request is None or planned.request.place:
+            return planned
+        seconds = [(planned, self._seconds(planned, direct, accumulate, early))]
+        for fewer in sorted({whole * i // TRIED for i in range(TRIED)} - {whole}, reverse=True):
+            try:
+                plan = holding(planned, fewer)
+            except PlanError:
+                break
             seconds.append((plan, self._seconds(plan, direct, accumulate, early)))
         least = min(s for _, s in seconds)
         return next(plan for plan, s in seconds if s <= (1 + LEAST_GAIN) * least)

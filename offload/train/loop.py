@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 import statistics
@@ -18,7 +19,7 @@ import offload
 from offload.checkpoint.load import restore
 from offload.config import RunConfig
 from offload.dist.world import World
-from offload.errors import ConfigError, OffloadError
+from offload.errors import ConfigError, OffloadError, PlanError, StepError
 from offload.observe import base
 from offload.observe.metrics import MetricsWriter
 from offload.planner.cost import Traffic, traffic_of
@@ -213,6 +214,7 @@ class Trainer:
         for note in stats["notes"]:
             self._reporter.note(note)
         self._first = self._evaluate("before") if self._saved is None else self._resumed["eval_loss_first"]
+        self._runtime.fill()  # a step moves no first values, where there was no evaluation either
         self._runtime.reset_counters()
         if self._saved is not None:
             set_random_states(self._resumed, self._config.train.seed, self._world.rank)
@@ -220,7 +222,10 @@ class Trainer:
             for step in range(self._resumed["step"], self._config.train.steps):
                 if any(self._world.share(stopped(), "whether to stop")):  # so that all end with the same step
                     break
-                self._step(step)
+                try:
+                    self._step(step)
+                except StepError as error:
+                    raise StepError(f"step {step + 1}: {error}") from None
                 if self._config.checkpoint is not None and (step + 1) % self._config.checkpoint.every == 0:
                     self._save(more=step + 1 < self._config.train.steps)
             self._settle()
@@ -236,10 +241,11 @@ class Trainer:
             self._directory.write_json(SUMMARY, summary)
         return summary
 
-    def say_way_back(self) -> None:
-        """What is left of a run that ends before its time."""
+    def say_way_back(self, error: BaseException) -> None:
+        """What is left of a run that ends before its time, by `error`."""
         if self._directory is not None and self._saved is not None:
-            self._reporter.note(f"--resume {self._directory.path} goes on from {self._checkpoints.at(self._saved).name}")
+            how = " --set train.updates=forward" if isinstance(error, StepError) else ""
+            self._reporter.note(f"--resume {self._directory.path}{how} goes on from {self._checkpoints.at(self._saved).name}")
 
     def _settle(self) -> None:
         """Returns when the last step is over, and its record written."""
@@ -464,11 +470,11 @@ def _give_back(directory: RunDirectory, checkpoints: Checkpoints) -> None:
         checkpoints.close()
 
 
-def _run(config: RunConfig, out: str, resume: bool, stopped: Callable[[], bool], world: World, closing: ExitStack) -> dict[str, Any]:
-    world.agree(hashlib.sha256(config.to_toml().encode()).hexdigest(), "the run file")
-    directory = closing.enter_context(RunDirectory(out)) if world.rank == 0 else None
-    reporter = Reporter(config.train.steps, silent=directory is None)
-    closing.callback(reporter.close)
+def _attempt(
+    config: RunConfig, out: str, resume: bool, stopped: Callable[[], bool], world: World, directory: RunDirectory | None, reporter: Reporter,
+    closing: ExitStack,
+) -> dict[str, Any]:  # fmt: skip
+    """The run, from its start or newest checkpoint to its summary. StepError where updates in a backward have spoilt a step."""
     own, start = _start(out, directory, config, resume, world, reporter) if directory is not None else (None, None)
     start = world.broadcast(start, what="how the run begins")
     if start["finished"] is not None:
@@ -484,12 +490,39 @@ def _run(config: RunConfig, out: str, resume: bool, stopped: Callable[[], bool],
     trainer.begin()
     try:
         summary = trainer.run(stopped)
-    except (OffloadError, KeyboardInterrupt):
+    except (OffloadError, KeyboardInterrupt) as error:
         if directory is not None:
             directory.check()  # where it is gone, that is what went wrong
-        trainer.say_way_back()
+        if not _goes_back(config, error):
+            trainer.say_way_back(error)
         raise
     return dict(world.broadcast(summary, what="the summary"))
+
+
+def _goes_back(config: RunConfig, error: BaseException) -> bool:
+    """Whether a run goes on after `error`: it was not the user who chose when updates start."""
+    return isinstance(error, StepError) and config.train.updates == "auto"
+
+
+def _run(config: RunConfig, out: str, resume: bool, stopped: Callable[[], bool], world: World, closing: ExitStack) -> dict[str, Any]:
+    world.agree(hashlib.sha256(config.to_toml().encode()).hexdigest(), "the run file")
+    directory = closing.enter_context(RunDirectory(out)) if world.rank == 0 else None
+    reporter = Reporter(config.train.steps, silent=directory is None)
+    closing.callback(reporter.close)
+    opened = closing.enter_context(ExitStack())
+    try:
+        return _attempt(config, out, resume, stopped, world, directory, reporter, opened)
+    except StepError as error:
+        if not _goes_back(config, error):
+            raise
+        reporter.note(f"{error}. The run does so by itself")
+    opened.close()
+    gc.collect()  # what the spoilt step left goes before another model takes its place
+    config = config.model_copy(update={"train": config.train.model_copy(update={"updates": "forward"})})
+    try:
+        return _attempt(config, out, True, stopped, world, directory, reporter, closing)
+    except PlanError as error:
+        raise PlanError(f"the run cannot go on with updates under the forward, which would skip the step that was spoilt: {error}") from None
 
 
 def train(
@@ -502,6 +535,9 @@ def train(
     a checkpoint of its last step if it has any. An earlier run in `out` is replaced once this one is ready to start, unless it has checkpoints, which
     is a ConfigError. With `resume` the run goes on from the newest checkpoint that is whole, or starts where there is none; one that came to its end
     is left as it is. `failing` is given an error before other ranks hear of it.
+
+    Where it was not the run file that had updates start in the backward, a step that they spoil (StepError) ends no run: it goes back to its newest
+    checkpoint, or to its start, and on with updates under the forward, to the bits of a run that had them so from the start.
     """
     with ExitStack() as closing:
         world = World.current(device="cuda" if compute_device(config.train.device) == "cuda" else "cpu")

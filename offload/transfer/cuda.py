@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -60,6 +61,12 @@ class _Worked:
         torch.cuda.current_stream().wait_event(self.event)
 
 
+def _forget_error() -> None:
+    """CUDA keeps the error of a call that failed, which the next kernel of anybody's would be taken to have made."""
+    with suppress(OSError, AttributeError):  # a torch without CUDA, or one that has its runtime within itself
+        ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}").cudaGetLastError()
+
+
 class CudaDevice(Device):
     name = "cuda"
     rests = importlib.util.find_spec("triton") is not None  # its kernels update what rests there
@@ -88,6 +95,7 @@ class CudaDevice(Device):
         if memory.numel() and int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
             self._pinned.append(memory.data_ptr())
         elif memory.numel():
+            _forget_error()
             log.warning("the host arena of %d bytes could not be pinned (see `ulimit -l`): copies to the device are slower", memory.numel())
 
     def memory(self, nbytes: int) -> Arena:
@@ -140,7 +148,9 @@ class CudaDevice(Device):
         self.moved["d2h"] += nbytes
         return self._out.submit(run, nbytes, self.in_flight_bytes_most, "gradient")
 
-    def stow(self, source: torch.Tensor, store: Callable[[Put], None]) -> Transfer:
+    def stow(
+        self, source: torch.Tensor, store: Callable[[Put], None], after: Sequence[Transfer] | None = None, what: str = "activation"
+    ) -> Transfer:  # fmt: skip
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self.compute))
 
@@ -151,10 +161,12 @@ class CudaDevice(Device):
         def run(source: torch.Tensor = source) -> None:
             with torch.cuda.stream(self._copy_out):
                 self._copy_out.wait_event(ready)
+                for work in after or ():
+                    work.wait()
                 store(put)
 
         self.moved["d2h"] += source.nbytes
-        return self._out.submit(run, source.nbytes, self.in_flight_bytes_most, "activation")
+        return self._out.submit(run, source.nbytes, self.in_flight_bytes_most if after is None else None, what)
 
     def work(self, run: Callable[[], None], nbytes: int, what: str = "") -> Transfer:
         """On the stream that computes, so that what is computed next needs no wait."""

@@ -96,10 +96,13 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def stow(self, source: torch.Tensor, store: Callable[[Put], None]) -> Transfer:
+    def stow(
+        self, source: torch.Tensor, store: Callable[[Put], None], after: Sequence[Transfer] | None = None, what: str = "activation"
+    ) -> Transfer:  # fmt: skip
         """Starts `store(put)`, which moves the bytes of `source` to host memory with `put`; `source` is kept until then.
 
-        Waits first as `send` does. What the transfer's wait() raises is what `store` raised.
+        Waits first as `send` does. What the transfer's wait() raises is what `store` raised. `after`: `source` lies in an arena, and has what it
+        should once these works are done; it takes no room, so nothing is waited for.
         """
 
     def work(self, run: Callable[[], None], nbytes: int, what: str = "") -> Transfer:
@@ -267,7 +270,9 @@ class CpuDevice(Device):
             land(source)
         return Done()
 
-    def stow(self, source: torch.Tensor, store: Callable[[Put], None]) -> Transfer:
+    def stow(
+        self, source: torch.Tensor, store: Callable[[Put], None], after: Sequence[Transfer] | None = None, what: str = "activation"
+    ) -> Transfer:  # fmt: skip
         self.moved["d2h"] += source.nbytes
         with self.stalls.waiting(ACTIVATION):
             store(_put)
@@ -327,14 +332,18 @@ class SimDevice(Device):
         self.moved["d2h"] += nbytes
         return self._out.submit(lambda: land(source), nbytes, self.in_flight_bytes_most, "gradient")
 
-    def stow(self, source: torch.Tensor, store: Callable[[Put], None]) -> Transfer:
+    def stow(
+        self, source: torch.Tensor, store: Callable[[Put], None], after: Sequence[Transfer] | None = None, what: str = "activation"
+    ) -> Transfer:  # fmt: skip
         nbytes = source.nbytes
         self.moved["d2h"] += nbytes
 
         def run(source: torch.Tensor = source) -> None:  # holds the source until it has run
+            for work in after or ():
+                work.wait()
             store(_put)
 
-        return self._out.submit(run, nbytes, self.in_flight_bytes_most, "activation")
+        return self._out.submit(run, nbytes, self.in_flight_bytes_most if after is None else None, what)
 
     def work(self, run: Callable[[], None], nbytes: int, what: str = "") -> Transfer:
         if not self._work:

@@ -29,7 +29,7 @@ class _Job:
     def __init__(self, queue: SwapQueue, run: Callable[[], None], nbytes: int, what: str) -> None:
         self._queue, self.what = queue, what
         self._run: Callable[[], None] | None = run
-        self.nbytes, self.together = nbytes, False
+        self.nbytes, self.counted, self.together = nbytes, 0, False
         self.error: BaseException | None = None
         self.done = False
 
@@ -92,7 +92,7 @@ class SwapQueue:
     ) -> _Job:  # fmt: skip
         """Queues a transfer of `nbytes`, called `what` in a trace. `together`: other processes take part in it.
 
-        Waits first until what is pending and it are no more than `pending_bytes_most`, or nothing is pending.
+        Waits first until what is pending and it are no more than `pending_bytes_most`, or nothing is pending; None: it counts among neither.
         """
         room = math.inf if pending_bytes_most is None else pending_bytes_most - nbytes
         job = _Job(self, run, nbytes, what)
@@ -108,12 +108,13 @@ class SwapQueue:
             self._jobs.append(job)
             job.together = together
             self._awaited_elsewhere += together
-            self._pending_bytes += nbytes
+            job.counted = nbytes if pending_bytes_most is not None else 0
+            self._pending_bytes += job.counted
             self._changed.notify_all()
         return job
 
     def _full(self, room: float) -> bool:
-        return len(self._jobs) >= self._bound or bool(self._jobs and self._pending_bytes > room)
+        return len(self._jobs) >= self._bound or self._pending_bytes > max(room, 0)
 
     def _waiting(self) -> AbstractContextManager[None]:
         return self._stalls.waiting(self._cause, lambda: self._stalls.of(self._lane))
@@ -173,7 +174,7 @@ class SwapQueue:
             with self._changed:
                 self._jobs.popleft()
                 self._awaited_elsewhere -= job.together
-                self._pending_bytes -= job.nbytes
+                self._pending_bytes -= job.counted
                 self.moved_bytes += job.nbytes
                 job.done = True
                 self._changed.notify_all()
