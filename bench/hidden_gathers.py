@@ -136,7 +136,7 @@ def as_rank(settings: dict[str, Any]) -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
     world = World.current(device="cpu")
     keep_near(settings["gathers"], settings["reductions"])
-    tiers = offload.Tiers("1GiB", "2GiB")
+    tiers = offload.Tiers("3GiB", "2GiB")
     with _llama.Run(settings["sizes"], tiers, device="cpu", activations="keep", place=_llama.HOST, stage=3) as run:
         run.ids = _llama.batch(settings["sizes"], world.rank)
         run.seconds([None] * settings["warm"])
