@@ -40,3 +40,7 @@ def test_what_is_refused() -> None:
         digest.hexdigest()
     with pytest.raises(ValueError, match="no digest's state"):
         _core.Digest(b"x")
+    with pytest.raises(ValueError, match="in a row"):
+        digest.update(memoryview(bytes(64))[::2])
+    with pytest.raises(TypeError):
+        digest.update("text")

@@ -491,6 +491,8 @@ void bind_digest(py::module_& m) {
           "update",
           [](Digest& digest, const py::buffer& data) {
             const py::buffer_info info = data.request();
+            if (PyBuffer_IsContiguous(info.view(), 'C') == 0)
+              throw py::value_error("a digest takes bytes that lie in a row");
             const py::gil_scoped_release others;
             digest.update(info.ptr, static_cast<size_t>(info.size * info.itemsize));
           },
