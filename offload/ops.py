@@ -302,7 +302,7 @@ def land_(
 def sumsq(src: torch.Tensor, *, threads: int | None = None) -> torch.Tensor:
     """The sums of squares of each BLOCK elements of `src`: float64, shape (ceil(N / BLOCK),); non-finite where an element is."""
     _check({"src": src})
-    sums = torch.empty(-(-src.numel() // BLOCK), dtype=torch.float64)
+    sums = torch.empty(-(-src.numel() // BLOCK), dtype=torch.float64, device="cpu")
     _core.sumsq(src.data_ptr(), dtype_code(src.dtype), src.numel(), sums.data_ptr(), _threads(threads))
     return sums
 

@@ -437,6 +437,35 @@ def test_user_hooks_and_references_from_before_prepare_stay(prepared: Prepared) 
         same(ours, theirs)
 
 
+def test_what_is_hung_on_a_parameter_stays(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As scripts mark those without weight decay."""
+
+    def marked() -> Net:
+        model = net()
+        model.embed.weight.no_decay = True
+        model.blocks[1].up.bias.group = ["late"]
+        return model
+
+    model, broken = prepared(marked(), keep=True), marked()
+    assert model.embed.weight.no_decay and model.blocks[1].up.bias.group == ["late"] and not hasattr(model.blocks[0].up.bias, "group")
+    real, calls = torch.utils.swap_tensors, iter(range(100))
+
+    def swap(a: torch.Tensor, b: torch.Tensor) -> None:
+        if next(calls) == len(list(broken.parameters())) - 1:
+            raise RuntimeError("something holds it")
+        real(a, b)
+
+    with monkeypatch.context() as patch, pytest.raises(offload.ConfigError, match="something holds it"):
+        patch.setattr(torch.utils, "swap_tensors", swap)
+        prepared(broken, keep=True)
+    assert broken.embed.weight.no_decay and broken.blocks[1].up.bias.group == ["late"]
+    assert not any(hasattr(p, "source") for p in broken.parameters())
+    same_models(broken, net())
+    broken.blocks[0].up.weight.source = "a file"
+    with pytest.raises(offload.ConfigError, match=r"blocks\.0\.up\.weight has an attribute source or chain"):
+        prepared(broken, keep=True)
+
+
 def test_prepare_after_a_plain_forward_and_backward(prepared: Prepared) -> None:
     model = net()
     loss = model(ids())

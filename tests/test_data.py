@@ -51,6 +51,16 @@ def test_every_epoch_is_a_permutation_of_its_own() -> None:
     assert int(PackedSequences(rows, seed=1)[25][0]) == epochs[2][5]
 
 
+def test_a_digest_is_of_what_was_read() -> None:
+    rows = np.arange(30, dtype=np.int32).reshape(10, 3)
+    longer = np.concatenate([rows, rows])
+    digests = [PackedSequences(rows, seed=1).digest(n) for n in (0, 1, 10, 11)]
+    assert len(set(digests)) == 4
+    assert [PackedSequences(longer, seed=1).digest(n) for n in (0, 1, 10)] == digests[:3]  # what was not read yet may come to it
+    assert PackedSequences(longer, seed=1).digest(11) != digests[3]
+    assert PackedSequences(rows + 1, seed=1).digest(1) != digests[1]
+
+
 def test_files_are_found_sorted_and_missing_ones_named(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     for name in ("b.py", "a.py", "sub/c.py", "d.txt"):

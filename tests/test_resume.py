@@ -23,6 +23,7 @@ from offload.cli import main
 from offload.config import RunConfig
 from offload.errors import CheckpointError, ConfigError
 from offload.train.checkpoints import Checkpoints
+from offload.train.data import RandomSequences
 from offload.train.loop import train
 
 # Dropout draws from torch's generator; fp16 gradients need a scale, which here grows every third step.
@@ -214,6 +215,17 @@ def test_a_run_goes_on_as_it_was(copy: Path, override: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         train(config(copy, override), str(copy / "out"), resume=True)
     assert {p: p.read_bytes() for p in (copy / "out").rglob("*") if p.is_file() and p.name != ".lock"} == before
+
+
+def test_a_run_goes_on_with_what_it_has_learned_from(copy: Path, calm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = (copy / "out/metrics.jsonl").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(RandomSequences, "digest", lambda self, count: "others")
+        with pytest.raises(ConfigError, match=r"data\.source has other texts than those that .*step-00000006 has learned from"):
+            train(config(copy), str(copy / "out"), resume=True)
+    assert (copy / "out/metrics.jsonl").read_bytes() == kept
+    train(config(copy), str(copy / "out"), resume=True)
+    same_run(copy / "out", calm)
 
 
 def test_checkpoints_are_never_replaced_by_another_run(copy: Path) -> None:

@@ -115,7 +115,7 @@ class OfFile:
     def read(self, first: int, stop: int) -> Iterator[torch.Tensor]:
         for part in values([self.stored.cut(first, stop - first)], "so nothing was written"):
             if self.split:
-                high, low = torch.empty(part.numel(), dtype=self.dtype), torch.empty(part.numel(), dtype=torch.int16)
+                high, low = torch.empty(part.numel(), dtype=self.dtype, device="cpu"), torch.empty(part.numel(), dtype=torch.int16, device="cpu")
                 ops.split_(high, low, part)
                 yield high
             else:

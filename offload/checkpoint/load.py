@@ -212,7 +212,7 @@ def _read(file: FileIO, out: torch.Tensor) -> None:
 
 
 def _whole(file: FileIO, entry: Entry) -> torch.Tensor:
-    value = torch.empty(entry.numel, dtype=OF_STORED[entry.dtype])
+    value = torch.empty(entry.numel, dtype=OF_STORED[entry.dtype], device="cpu")
     file.seek(entry.start)
     _read(file, value)
     return value.view(entry.shape)
@@ -232,7 +232,7 @@ def _reader(file: FileIO, entry: Entry, place: Place | None) -> Callable[[int, t
 
 def _pieces(read: Callable[[int, torch.Tensor], None], first: int, stop: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     for at in range(first, stop, PIECE):
-        part = torch.empty(min(PIECE, stop - at), dtype=dtype)
+        part = torch.empty(min(PIECE, stop - at), dtype=dtype, device="cpu")
         read(at, part)
         yield part
 

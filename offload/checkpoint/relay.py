@@ -59,7 +59,7 @@ class Relay:
     def _receive(self, source: int) -> None:
         if source == self._world.rank:
             return  # the file begins here
-        message = torch.empty(1 + self._empty, dtype=torch.uint8)
+        message = torch.empty(1 + self._empty, dtype=torch.uint8, device="cpu")
         self._world.receive(message, source, self._name).wait()
         if message[0]:
             self._spoilt = True
@@ -67,7 +67,7 @@ class Relay:
         self._digest = _core.Digest(bytes(message[1:].numpy()))
 
     def _send(self, target: int, state: bytes | None) -> None:
-        message = torch.zeros(1 + self._empty, dtype=torch.uint8)
+        message = torch.zeros(1 + self._empty, dtype=torch.uint8, device="cpu")
         if state is None:
             message[0] = 1
         else:

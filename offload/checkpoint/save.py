@@ -155,7 +155,7 @@ def _assembled(engine: Engine, tensor: Held, place: Place, low: int, high: int, 
     job, trouble = engine.job, None
     assert job is not None
     for at in range(0, math.prod(tensor.shape), PIECE):
-        block = torch.zeros(min(PIECE, math.prod(tensor.shape) - at), dtype=tensor.dtype)
+        block = torch.zeros(min(PIECE, math.prod(tensor.shape) - at), dtype=tensor.dtype, device="cpu")
         begin, end = place.within(at, at + block.numel())
         try:
             if trouble is None:
@@ -172,8 +172,8 @@ def _assembled(engine: Engine, tensor: Held, place: Place, low: int, high: int, 
 def _put_own(tensor: Held, place: Place, first: int, stop: int, block: torch.Tensor, at: int) -> None:
     """Elements [first, stop) of a part go to where they lie in `block`, which has the whole's from `at` on."""
     for source in tensor.stretches(first, stop) if first < stop else ():
-        values = torch.empty(source.numel, dtype=tensor.dtype)
-        source.fill(0, values, torch.empty(values.nbytes, dtype=torch.uint8))()
+        values = torch.empty(source.numel, dtype=tensor.dtype, device="cpu")
+        source.fill(0, values, torch.empty(values.nbytes, dtype=torch.uint8, device="cpu"))()
         for begin, end, there in place.runs(first, first + source.numel):
             block[there - at : there - at + end - begin] = values[begin - first : end - first]
         first += source.numel

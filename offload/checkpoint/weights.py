@@ -63,13 +63,13 @@ class Stored:
         """The values in order, flat, in the stored dtype, at most PIECE at a time."""
         file.seek(self.start)
         for at in range(0, max(self.shape.numel(), 1), PIECE):
-            part = torch.empty(min(PIECE, self.shape.numel() - at), dtype=self.torch_dtype)
+            part = torch.empty(min(PIECE, self.shape.numel() - at), dtype=self.torch_dtype, device="cpu")
             disk.read(file, part.view(torch.uint8).numpy().data)
             yield part
 
     def picked(self, file: FileIO, runs: Iterable[tuple[int, int]]) -> Iterator[torch.Tensor]:
         """As `parts`, of runs of elements alone: the first of each, and how many."""
-        part, filled = torch.empty(PIECE, dtype=self.torch_dtype), 0  # of which as much as is written to takes memory
+        part, filled = torch.empty(PIECE, dtype=self.torch_dtype, device="cpu"), 0  # of which as much as is written to takes memory
         for first, left in runs:
             while left:
                 n = min(left, PIECE - filled)

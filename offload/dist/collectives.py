@@ -55,7 +55,7 @@ def same(world: World, value: torch.Tensor, what: str) -> torch.Tensor:
     """Rank 0's value on every rank: a plain tensor on the CPU, `value` itself where it is that. A collective."""
     if world.size == 1:
         return value
-    plain = value.detach().to("cpu", copy=True).contiguous() if world.rank == 0 else torch.zeros(value.shape, dtype=value.dtype)
+    plain = value.detach().to("cpu", copy=True).contiguous() if world.rank == 0 else torch.zeros(value.shape, dtype=value.dtype, device="cpu")
     assemble(world, plain, what)
     return plain
 

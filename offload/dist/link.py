@@ -81,4 +81,4 @@ class Link:
         """Closes every connection, so that whoever waits on one, here or there, fails at once."""
         for peer in self.others:
             with suppress(RuntimeError):  # gloo has no other way: a wait that times out closes all, but where this peer's connection is gone already
-                self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, crc32(b"cut") & 0x7FFFFFFF).wait(timedelta(milliseconds=1))
+                self._group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, crc32(b"cut") & 0x7FFFFFFF).wait(timedelta(milliseconds=1))

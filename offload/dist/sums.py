@@ -27,7 +27,7 @@ class Spaces:
 
     def take(self) -> torch.Tensor:
         with self._lock:
-            return self._free.pop() if self._free else torch.empty(2, self._ranks, PIECE, dtype=torch.uint8)
+            return self._free.pop() if self._free else torch.empty(2, self._ranks, PIECE, dtype=torch.uint8, device="cpu")
 
     def give(self, space: torch.Tensor) -> None:
         with self._lock:
@@ -93,7 +93,7 @@ class SumForAll:
 
 def _combine(out: torch.Tensor, pieces: list[torch.Tensor], combine: Callable[..., torch.Tensor]) -> None:
     wide = torch.promote_types(pieces[0].dtype, torch.float32) if pieces[0].is_floating_point() else pieces[0].dtype
-    total = torch.empty(min(GRAIN, out.numel()), dtype=wide)
+    total = torch.empty(min(GRAIN, out.numel()), dtype=wide, device="cpu")
     with torch.no_grad():
         for at in range(0, out.numel(), GRAIN):
             some = total[: min(GRAIN, out.numel() - at)]

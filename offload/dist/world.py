@@ -321,9 +321,9 @@ class World:
     def _exchange(self, text: str, what: str) -> list[str]:
         """Every rank's text."""
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        sizes = list(torch.zeros(self.size, 1, dtype=torch.int64))
-        self._work(what, lambda: self._talk.gather(sizes, torch.tensor([data.numel()]), what)).wait()
-        texts = [torch.empty(int(n), dtype=torch.uint8) for n in sizes]
+        sizes = list(torch.zeros(self.size, 1, dtype=torch.int64, device="cpu"))
+        self._work(what, lambda: self._talk.gather(sizes, torch.tensor([data.numel()], device="cpu"), what)).wait()
+        texts = [torch.empty(int(n), dtype=torch.uint8, device="cpu") for n in sizes]
         self._work(what, lambda: self._talk.gather(texts, data, what)).wait()
         return [bytes(t.numpy()).decode() for t in texts]
 

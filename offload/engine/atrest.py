@@ -47,6 +47,7 @@ class Source(Protocol):
     def describe(self) -> str: ...
 
 
+ATTRIBUTES = ("source", "chain")  # of a tensor at rest
 _Step = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]
 
 
@@ -275,7 +276,7 @@ class _Empty:
         self.dtype, self.describe = source.dtype, source.describe
 
     def read(self) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype)
+        return torch.empty(self.shape, dtype=self.dtype, device="cpu")
 
     def write(self, value: torch.Tensor) -> None:
         pass

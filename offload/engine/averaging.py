@@ -58,7 +58,7 @@ class Averaging:
         elif entry.zeroed or entry.scale != 1.0:
             gradients._settle(entry)
             if entry.zeroed:
-                gradients._store(record, torch.zeros(record.numel, dtype=gradients.dtype), accumulate=False)
+                gradients._store(record, torch.zeros(record.numel, dtype=gradients.dtype, device="cpu"), accumulate=False)
             gradients._rescale(record, entry.scale)
             entry.scale = 1.0
 

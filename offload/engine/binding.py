@@ -63,6 +63,22 @@ def unbind(entries: list[Entry], before: list[torch.Tensor | None]) -> None:
         _put(entry, value)
 
 
+class Watch:
+    """Notices what a forward writes to parameters on the device, but through `.data`. What is written at rest meanwhile may go there too."""
+
+    def __init__(self, entries: list[Entry], flats: dict[int, list[torch.Tensor]]) -> None:
+        self._entries, self._flats = entries, [flat for parts in flats.values() for flat in parts]
+        self._device, self._at_rest = self._versions()
+
+    def _versions(self) -> tuple[list[int], list[int]]:
+        return [flat._version for flat in self._flats], [entry.record.version for entry in self._entries]
+
+    def wrote(self) -> bool:
+        """Whether something has been written since this was made."""
+        device, at_rest = self._versions()
+        return device != self._device and at_rest == self._at_rest
+
+
 def _put(entry: Entry, value: torch.Tensor | None) -> None:
     module = entry.module
     module._parameters[entry.name] = value  # type: ignore[assignment]

@@ -21,6 +21,7 @@ from offload.dist.collectives import alike, same
 from offload.dist.divided import is_divided, part_of
 from offload.dist.world import World
 from offload.engine.activations import Activations, Pool
+from offload.engine.atrest import ATTRIBUTES as AT_REST
 from offload.engine.atrest import AtRest
 from offload.engine.averaging import Averaging, share
 from offload.engine.background import Background
@@ -217,7 +218,7 @@ class Engine:
         if self.reduction is not None:
             self.gradients.came = self.reduction.came
             self.streamer.after_backward = self._after_backward
-        self.streamer.on_root = self._close_plan
+        self.streamer.on_root, self.streamer.unplanned = self._close_plan, self.plan.batch is None
         self.streamer.before_backward = self._before_backward
         self.gradients.before_sums = self.widen_gradients
 
@@ -239,10 +240,11 @@ class Engine:
 
     def _close_plan(self, inputs: list[torch.Tensor]) -> None:
         """At the first forward of a plan made without a batch: activations are planned for now, or refused before anything is computed."""
-        first = next((x for x in inputs if x.ndim > 1), None)
+        first = next((x for x in inputs if x.ndim > 1), next((x for x in inputs if x.ndim == 1), None))
         if self.plan.batch is None and first is not None and torch.is_grad_enabled():
             rows = first.shape[:-1].numel() if first.is_floating_point() else first.numel()  # features are no tokens
-            batch = first.shape[0], max(1, rows // max(1, first.shape[0]))
+            sequences = first.shape[0] if first.ndim > 1 else 1
+            batch = sequences, max(1, rows // max(1, sequences))
             if self.job is not None:
                 told = self.job.share(batch, "shape of the batch")
                 batch = max(b[0] for b in told), max(b[1] for b in told)
@@ -257,7 +259,7 @@ class Engine:
                 self._open_sums(made)
                 self.resident.replace(self.gradients.dtype)
             self.device.keep(made.surge_bytes, made.free_bytes, made.reuses_freed)
-            self.plan, self.streamer.recomputed = made, made.recomputed
+            self.plan, self.streamer.recomputed, self.streamer.unplanned = made, made.recomputed, False
 
     def _reserve_boundaries(self, boundaries: Boundaries) -> None:
         """For a plan that is closed late. BudgetError or SwapError before anything else has happened."""
@@ -566,6 +568,8 @@ def check_takeable(records: Iterable[Record], units: Sequence[Unit]) -> None:
             raise ConfigError(f"parameter {record.name} has a gradient already; call prepare() before the first backward, or set .grad = None")
         if weakref.getweakrefs(p):
             raise ConfigError(f"parameter {record.name} is weakly referenced by something, so it cannot be prepared; drop the weak reference first")
+        if not vars(p).keys().isdisjoint(AT_REST):
+            raise ConfigError(f"parameter {record.name} has an attribute {' or '.join(AT_REST)}, which has another meaning once prepared; rename it")
     for unit in units:
         meta = [r for r in unit.records if part_of(r.parameter).is_meta]
         if meta and len(meta) < len(unit.records):
@@ -573,15 +577,17 @@ def check_takeable(records: Iterable[Record], units: Sequence[Unit]) -> None:
 
 
 def _exchange(record: Record, value: torch.Tensor) -> None:
-    """Puts `value` behind the parameter's object; hooks that were registered on it stay."""
+    """Puts `value` behind the parameter's object; hooks that were registered on it stay, and so does what users have hung on it."""
     p = record.parameter
-    hooks, after = p._backward_hooks, p._post_accumulate_grad_hooks
+    hooks, after, made = p._backward_hooks, p._post_accumulate_grad_hooks, nn.Parameter(record.whole(value), requires_grad=p.requires_grad)
+    hung = {key: held for key, held in vars(p).items() if key not in AT_REST and key not in vars(made)}
     try:
-        torch.utils.swap_tensors(p, nn.Parameter(record.whole(value), requires_grad=p.requires_grad))
+        torch.utils.swap_tensors(p, made)
     except RuntimeError as error:
         raise ConfigError(
             f"parameter {record.name} cannot be prepared, as something else holds it (the graph of an earlier forward, or a weak reference): {error}"
         ) from None
+    vars(p).update(hung)
     if hooks:
         p._backward_hooks = hooks
     if after:

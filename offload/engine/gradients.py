@@ -98,7 +98,7 @@ class Gradients:
             self._first_chunk.append(self._first_chunk[-1] + len(unit.gradients))
         for r in records:
             if r.trained:
-                r.sums = torch.zeros(max(1, -(-r.numel // NORM_BLOCK)), dtype=torch.float64)
+                r.sums = torch.zeros(max(1, -(-r.numel // NORM_BLOCK)), dtype=torch.float64, device="cpu")
 
     def close(self) -> None:
         """Nothing is kept: gradients at rest are gone with the arenas."""
@@ -347,8 +347,8 @@ class Gradients:
         entry = self._entries[record.number]
         self._settle(entry)
         if entry.zeroed:
-            return torch.zeros(record.numel, dtype=self.dtype)
-        out = (torch.empty if self.reduction is None else torch.zeros)(record.numel, dtype=self.dtype)
+            return torch.zeros(record.numel, dtype=self.dtype, device="cpu")
+        out = (torch.empty if self.reduction is None else torch.zeros)(record.numel, dtype=self.dtype, device="cpu")
         sums = self._sum(record)
         if sums is not None:
             out.copy_(sums)
@@ -448,7 +448,7 @@ class Gradients:
         self.settle()
         for record in self.records:
             if self._entries[record.number].zeroed:
-                self._put(record, torch.zeros(record.numel, dtype=self.dtype))
+                self._put(record, torch.zeros(record.numel, dtype=self.dtype, device="cpu"))
         summed = [r for r in self.records if r.trained and r.grad is not None and self.units[r.unit].sums is not None]
         for record in summed:
             self._copy_sum(record)
@@ -467,7 +467,7 @@ class Gradients:
                 if not old.tier:
                     continue
                 new = reshard(unit, i)
-                raw = torch.empty(old.nbytes, dtype=torch.uint8)
+                raw = torch.empty(old.nbytes, dtype=torch.uint8, device="cpu")
                 old.read(0, raw)
                 new.write(0, raw.view(self.dtype).float())
                 unit.gradients[i] = new

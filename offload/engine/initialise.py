@@ -57,8 +57,8 @@ class _Wanted:
     def blank(self, ones: bool) -> torch.Tensor:
         """What no rule leaves as it is: NaN; for integers and bool nothing is, so two blanks differ in every bit."""
         if self.inexact:
-            return torch.full(self.shape, float("nan"), dtype=self.dtype)
-        zeros = torch.zeros(self.shape, dtype=self.dtype)
+            return torch.full(self.shape, float("nan"), dtype=self.dtype, device="cpu")
+        zeros = torch.zeros(self.shape, dtype=self.dtype, device="cpu")
         return zeros.bitwise_not_() if ones else zeros
 
 

@@ -84,7 +84,7 @@ class Recipe:
         """The values, flat and in order, PIECE at a time. `seed(piece, number)`: of the random operation `number` on a piece."""
 
         def make(piece: int) -> torch.Tensor:
-            values = torch.empty(min(PIECE, numel - piece * PIECE), dtype=self.dtype)
+            values = torch.empty(min(PIECE, numel - piece * PIECE), dtype=self.dtype, device="cpu")
             for step in self.steps:
                 step.do(values, lambda number: seed(piece, number))
             return values

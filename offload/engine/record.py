@@ -43,7 +43,7 @@ class Record:
     step: int = 0
     written: bool = False
     version: int = 0  # counts changes of the value, so that a backward over a changed one is refused
-    sums: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
+    sums: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64, device="cpu"))
     divided: Divided | None = None
 
     @property

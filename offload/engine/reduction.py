@@ -255,7 +255,7 @@ class Reduction:
             return
         self._sums_known = True
         records = list(self._records.values())
-        whole = torch.zeros(sum(r.sums.numel() for r in records), dtype=torch.float64)
+        whole = torch.zeros(sum(r.sums.numel() for r in records), dtype=torch.float64, device="cpu")
         parts = whole.split([r.sums.numel() for r in records])
         for record, part in zip(records, parts, strict=True):
             first, stop = self._own(record)

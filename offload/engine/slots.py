@@ -199,6 +199,10 @@ class Slots:
         memory = fixed[record.flat] if fixed is not None else self.where[record.unit].memory.view(dtype)
         return torch.as_strided(memory.view(dtype), size, stride, offset)
 
+    def moves(self, unit: int) -> bool:
+        """Whether the unit comes to slots, and leaves them."""
+        return unit not in self._fixed
+
     def _flat_starts(self, unit: int) -> tuple[int, ...]:
         """The byte in a slot at which each flat of a unit starts, and last where they end."""
         return self._bytes[unit]
@@ -306,7 +310,11 @@ class Slots:
             if flat.numel
         ]
         then = (lambda: self._gather(unit, views)) if self._gathers else None
-        slot.arriving = self.device.fetch(copies, self.frames, lambda: self._background.wait_unit(number, tell=False), unit.name, then)
+        try:
+            slot.arriving = self.device.fetch(copies, self.frames, lambda: self._background.wait_unit(number, tell=False), unit.name, then)
+        except BaseException:  # the slot has something else, or a part of the unit
+            self._empty(slot)
+            raise
         return slot
 
     def _gather(self, unit: Unit, views: Sequence[torch.Tensor]) -> None:

@@ -114,7 +114,7 @@ class State:
         return out
 
     def _empty(self, n: int, dtype: torch.dtype, role: str) -> torch.Tensor:
-        return torch.zeros(n, dtype=dtype) if self._share.divides(role) else torch.empty(n, dtype=dtype)
+        return torch.zeros(n, dtype=dtype, device="cpu") if self._share.divides(role) else torch.empty(n, dtype=dtype, device="cpu")
 
     def _stretches(self, record: Record, first: int = 0, stop: int | None = None) -> Iterator[_Stretch]:
         """Elements [first, stop) of a parameter, chunk by chunk."""
@@ -139,7 +139,7 @@ class State:
     def _read_part(self, record: Record, role: str, where: _Stretch, out: torch.Tensor | None = None) -> torch.Tensor:
         """A part of the state as it is stored, which rests here."""
         part = self.form.part(role)
-        out = torch.empty(part.numel(where.numel), dtype=DTYPES[part.dtype]) if out is None else out
+        out = torch.empty(part.numel(where.numel), dtype=DTYPES[part.dtype], device="cpu") if out is None else out
         shard, start = self._part(record, role, where)
         shard.read(start, out)
         return out
@@ -241,7 +241,7 @@ class State:
         if self.form.master == "fp32":
             self._write_part(record, "master", where, master)
             return
-        high, low = torch.empty(where.numel, dtype=torch.bfloat16), torch.empty(where.numel, dtype=torch.int16)
+        high, low = torch.empty(where.numel, dtype=torch.bfloat16, device="cpu"), torch.empty(where.numel, dtype=torch.int16, device="cpu")
         ops.split_(high, low, master)
         self._write_part(record, "low", where, low)
         self._write_stored(record, where.first, high)
@@ -360,7 +360,7 @@ class State:
         part = self.form.part(role)
         for where in self._stretches(record):
             if self._rests(record, where):
-                stored = torch.empty(part.numel(where.numel), dtype=DTYPES[part.dtype])
+                stored = torch.empty(part.numel(where.numel), dtype=DTYPES[part.dtype], device="cpu")
                 read(part.numel(where.first), stored)
                 self._write_part(record, role, where, stored)
 
@@ -393,16 +393,17 @@ class State:
             return
         part = self.form.part(role)
         if self.form.moments != "int8":
-            stored = values if part.dtype == "fp32" else ops.convert_(torch.empty(where.numel, dtype=DTYPES[part.dtype]), values)
+            stored = values if part.dtype == "fp32" else ops.convert_(torch.empty(where.numel, dtype=DTYPES[part.dtype], device="cpu"), values)
             self._write_part(record, role, where, stored)
             return
         whole = self._whole_groups(record, where)
         if whole != where:
-            around = torch.empty(whole.numel, dtype=torch.float32)
+            around = torch.empty(whole.numel, dtype=torch.float32, device="cpu")
             self._read(record, role, whole, around)
             around[where.first - whole.first : where.stop - whole.first] = values
             values = around
-        codes, scale = torch.empty(whole.numel, dtype=DTYPES[part.dtype]), torch.empty(-(-whole.numel // GROUP), dtype=torch.float32)
+        codes = torch.empty(whole.numel, dtype=DTYPES[part.dtype], device="cpu")
+        scale = torch.empty(-(-whole.numel // GROUP), dtype=torch.float32, device="cpu")
         ops.encode_moment_(codes, scale, values)
         self._write_part(record, role, whole, codes)
         self._write_part(record, scale_of(role), whole, scale)
@@ -425,6 +426,6 @@ class State:
             for where in self._stretches(record):
                 for part in self.form.parts:
                     if part.role.startswith(MOMENTS):
-                        self._write_part(record, part.role, where, torch.zeros(part.nbytes(where.numel), dtype=torch.uint8))
+                        self._write_part(record, part.role, where, torch.zeros(part.nbytes(where.numel), dtype=torch.uint8, device="cpu"))
         self.replace_moments(record)
         record.step = 0

@@ -35,7 +35,9 @@ from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop
 from offload.dist.divided import part_of, whole
 from offload.engine.activations import Activations
 from offload.engine.atrest import AtRest
-from offload.engine.binding import Entry, bind, unbind
+from offload.engine.binding import Entry, Watch, bind, unbind
+from offload.engine.buffers import Buffers
+from offload.engine.caches import as_they_are
 from offload.engine.early import Early
 from offload.engine.gradients import Gradients
 from offload.engine.order import AccessOrder
@@ -52,6 +54,7 @@ class _Call:
     unit: int
     before: list[torch.Tensor | None]
     owners: list[int]
+    watch: Watch
     within_checkpoint: bool = False
     saved: saved_tensors_hooks | None = None
     checkpoint: Generator[None, None, None] | None = None
@@ -134,10 +137,12 @@ class Streamer:
         self.before_backward: Callable[[], None] = lambda: None
         self.after_backward: Callable[[bool], None] = lambda whole: None
         self.on_root: Callable[[list[torch.Tensor]], None] = lambda inputs: None
+        self._inside = {module: list(module.modules()) for unit in units if unit.repeated for module in unit.modules}
         self._ready = ready
         self._calls: list[_Call] = []
         self._backward = _Backward()
         self._handles: list[Any] = []
+        self.unplanned = False  # activations are to be planned for at the first forward
         self._with_gradients = True  # whether the last forward of the root was
         self._own_hooks: weakref.WeakKeyDictionary[Callable[[torch.Tensor], Any], Any] = weakref.WeakKeyDictionary()  # pack: the hooks around
         self._enter_hooks: list[tuple[nn.Module, Any]] = []
@@ -188,7 +193,8 @@ class Streamer:
         for unit_module, handle in self._enter_hooks:  # last, so that what is recomputed starts from what the user's hooks made
             hooks = unit_module._forward_pre_hooks
             hooks[handle.id] = hooks.pop(handle.id)
-        self.on_root(list(_tensors((args, kwargs))))
+        if self.unplanned:
+            self.on_root(list(_tensors((args, kwargs))))
         return _to_device(args, self.slots), _to_device(kwargs, self.slots)
 
     def _enter(self, module: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Any, Any] | None:
@@ -200,14 +206,15 @@ class Streamer:
                 self._end_backward()  # a backward that raised
             if not self._calls and torch.is_grad_enabled():
                 self.gradients.new_forward()
+                if self.unplanned:  # it was not the root that was called, or nothing was given to it
+                    self.on_root(list(_tensors((args, kwargs))))
             if self._with_gradients and not torch.is_grad_enabled() and _within_function():
                 self.early.hidden.update(self.owners[number])
             self.order.computed(self.owners[number])
         self._check(number)
         start = self._now()
         flats = self._lease(number)
-        call = _Call(number, bind(self.entries[number], flats, self.gradients), self.owners[number], start=start)
-        self._calls.append(call)
+        call = self._begin(number, flats, start)
         self._visited(("forward", number))
         if torch.is_grad_enabled():
             if number in self.recomputed:
@@ -218,6 +225,23 @@ class Streamer:
             call.saved.__enter__()
         return args, _Kwargs(kwargs, lambda: self._end_from(call))
 
+    def _begin(self, number: int, flats: dict[int, list[torch.Tensor]], start: float) -> _Call:
+        watch = Watch(self.entries[number], flats)
+        call = _Call(number, bind(self.entries[number], flats, self.gradients), self.owners[number], watch, start=start)
+        self._calls.append(call)
+        return call
+
+    def _check_unwritten(self, call: _Call) -> None:
+        """OffloadError if the unit's parameters were written to on the device, which no master would ever see."""
+        if call.watch.wrote():
+            for owner in call.owners:
+                self.slots.give_up(owner)
+            raise OffloadError(
+                f"parameters of {self.units[call.unit].name} ({type(self.units[call.unit].modules[0]).__name__}) were written to while they were "
+                "computed with, which would not reach their masters: write to them outside of forward, as after step(), under torch.no_grad(); "
+                "and give nn.Embedding no max_norm, but renormalise there"
+            )
+
     def _leave(self, module: nn.Module, number: int, output: Any) -> Any:
         call = next((c for c in reversed(self._calls) if c.unit == number), None)
         if module not in self.units[number].modules or call is None:
@@ -226,6 +250,8 @@ class Streamer:
         if escaping:  # a view of a parameter would not outlive its slot
             output = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) and self._on_device(t) else t, output)
         self._end_from(call)
+        if output is not None:
+            self._check_unwritten(call)
         if output is not None and torch.is_grad_enabled():
             mark = self.activations.mark
             for tensor in _tensors(output):
@@ -307,8 +333,7 @@ class Streamer:
         """The unit resident and its parameters bound, gradients flowing, while the context lasts."""
         start = self._now()
         flats = self._lease(number)
-        call = _Call(number, bind(self.entries[number], flats, self.gradients), self.owners[number], start=start)
-        self._calls.append(call)
+        call = self._begin(number, flats, start)
         self.order.computed(self.owners[number])
         self._visited(("forward", number))
         try:
@@ -316,6 +341,7 @@ class Streamer:
                 yield
         finally:
             self._end_from(call)
+        self._check_unwritten(call)
 
     # Saved tensors
 
@@ -341,6 +367,8 @@ class Streamer:
                     "call backward before changing parameters"
                 )
             part = slots.view(saved.record, saved.dtype, saved.size, saved.stride, saved.offset)
+            if torch.is_grad_enabled() and slots.moves(saved.record.unit):
+                part = part.clone()  # with create_graph it is saved again, where no hooks of ours see it
             return part if saved.spec is None else whole(part, saved.spec)
 
         self._own_hooks[pack] = outer
@@ -359,8 +387,8 @@ class Streamer:
             flats = self._lease(number)
             before = bind(self.entries[number], flats, self.gradients)
             try:
-                args, kwargs = self.activations.back(args), self.activations.back(kwargs)
-                with self._saving():
+                args, kwargs = as_they_are(self.activations.back(args), self.activations.back(kwargs))
+                with buffers.back(self.units[number].name), self._saving():
                     return module.forward(*args, **kwargs)
             finally:
                 unbind(self.entries[number], before)
@@ -368,6 +396,7 @@ class Streamer:
                     self.slots.uses[owner].firm -= 1
                 self._record("recompute", number, start)
 
+        buffers, (args, kwargs) = Buffers(self._inside[module]), as_they_are(args, kwargs)
         args, kwargs = self.activations.leave(number, self.units[number].name, args, kwargs, self._within_others_hooks())
         settings = True, noop_context_fn, "default", False, True
         return _checkpoint_without_reentrant_generator(again, *settings, self._anchor, *args, **kwargs)  # type: ignore[no-any-return]

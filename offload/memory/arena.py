@@ -28,7 +28,7 @@ def round_up(n: int, unit: int) -> int:
 def reserve(nbytes: int) -> torch.Tensor:
     """Maps `nbytes` (rounded up to pages) and returns them as a uint8 tensor of exactly `nbytes` elements."""
     if nbytes <= 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     size = round_up(nbytes, PAGE)
     slack = HUGE_PAGE if size >= HUGE_PAGE else 0  # address space alone: never touched, never resident
     block = mmap.mmap(-1, size + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ | mmap.PROT_WRITE)
@@ -74,5 +74,5 @@ class Arena:
         return from_dlpack(self._memory[start : start + nbytes]) if nbytes else self._memory[:0]
 
     def close(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._used = 0

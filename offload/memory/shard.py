@@ -67,7 +67,7 @@ class Shard:
     @classmethod
     def absent(cls) -> Shard:
         """In place of one that rests on another rank: of no bytes, and no tier."""
-        return cls("", 0, memory=torch.empty(0, dtype=torch.uint8))
+        return cls("", 0, memory=torch.empty(0, dtype=torch.uint8, device="cpu"))
 
     def address(self, start: int = 0) -> int:
         """Where byte `start` lies in RAM; only for shards that rest in memory."""

@@ -212,7 +212,7 @@ class Adam(torch.optim.Optimizer):
         if isinstance(values.get("step"), torch.Tensor):
             values["step"].fill_(float(step))
         else:
-            values["step"] = torch.tensor(float(step))
+            values["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
         for role in MOMENTS:
             if role not in values:
                 values[role] = engine.moment(record, role)

@@ -20,7 +20,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     engine = engine_of(model)
     engine.early.refuse("clipping the gradients")
     total = engine.norm()
-    norm = torch.tensor(total, dtype=torch.float32)
+    norm = torch.tensor(total, dtype=torch.float32, device="cpu")
     if math.isfinite(total):
         factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         if factor < 1.0:

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from offload.errors import ConfigError, named
 
@@ -38,6 +39,9 @@ class Source(Protocol):
 
     def __getitem__(self, index: int) -> Tokens: ...
 
+    def digest(self, count: int) -> str:
+        """A hash of the first `count` sequences."""
+
 
 class RandomSequences:
     """Uniform random tokens; sequence `index` depends on the seed and the index."""
@@ -49,6 +53,9 @@ class RandomSequences:
     def __getitem__(self, index: int) -> Tokens:
         vocab_size, seq_length = self._shape
         return np.random.default_rng((*self._key, index)).integers(0, vocab_size, seq_length)
+
+    def digest(self, count: int) -> str:
+        return repr((*self._shape, *self._key))
 
 
 class PackedSequences:
@@ -68,6 +75,11 @@ class PackedSequences:
             self._order = np.random.default_rng((self._seed, _EPOCH, epoch)).permutation(count) if epoch else np.arange(count)
             self._epoch = epoch
         return np.asarray(self._tokens[self._order[row]], dtype=np.int64)
+
+    def digest(self, count: int) -> str:
+        """Of those of the first epoch, from which others follow; it tells where that ended, if it did."""
+        ended = f" of {len(self._tokens)}" if count > len(self._tokens) else ""
+        return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(self._tokens[:count]).data) + ended
 
 
 def micro_batch(source: Source, step: int, micro: int, *, batch_size: int, accumulate: int, rank: int = 0, ranks: int = 1) -> Tokens:

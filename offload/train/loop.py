@@ -157,10 +157,20 @@ class Trainer:
     def _resume(self, checkpoint: Path) -> None:
         self._resumed = restore(checkpoint, self._model, self._optimizer)
         self._saved = self._done = int(self._resumed["step"])
+        learned_from = self._source.digest(self._sequences(self._done))
+        if self._resumed.get("learned_from", learned_from) != learned_from:
+            raise ConfigError(
+                f"data.source has other texts than those that {checkpoint} has learned from, or its tokens are others: a run goes on as it was. "
+                "Put them back, or start another run with --out"
+            )
         if self._directory is not None:
             self._records = self._directory.records(self._saved)
         go_on_from(self._resumed, self._scaler, checkpoint, self._config.train.seed, self._world.rank)
         self._reporter.note(f"goes on from {checkpoint}")
+
+    def _sequences(self, steps: int) -> int:
+        """How many sequences so many steps take, on all ranks."""
+        return steps * self._config.data.accumulate * self._config.data.batch_size * self._world.size
 
     def begin(self) -> None:
         """The run can start, or go on: an earlier one is replaced, or what it did after the checkpoint."""
@@ -270,6 +280,7 @@ class Trainer:
             **random_states(self._world),
             "eval_loss_first": self._first,
             "moved_bytes": self._moved(),
+            "learned_from": self._source.digest(self._sequences(step)),
         }
         with self._runtime.uncounted():
             self._checkpoints.save(step, self._model, self._optimizer, extra)

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from offload import _core
+from offload.errors import SwapError
 from offload.memory.arena import PAGE, Arena
 from offload.memory.limits import resident_bytes
 from offload.memory.shard import Shard
@@ -129,7 +130,7 @@ class Device(ABC):
 
     def scratch(self, nbytes: int) -> torch.Tensor:
         """Device memory to fetch into, `nbytes` of uint8 on a page; it may be dropped while the fetch is under way."""
-        memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+        memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu")
         start = -memory.data_ptr() % PAGE
         return memory[start : start + nbytes]
 
@@ -219,8 +220,15 @@ class _Several:
         return all(p.done for p in self._parts)
 
     def wait(self) -> None:
+        """Returns or raises when none of them is under way: what they fill may then have other uses."""
+        errors: list[SwapError] = []
         for part in self._parts:
-            part.wait()
+            try:
+                part.wait()
+            except SwapError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 class CpuDevice(Device):
@@ -253,15 +261,20 @@ class CpuDevice(Device):
     def _fetch(self, copies: Sequence[Copy], frames: FramePool | None, ready: Callable[[], None], put: Callable[..., object]) -> Transfer:
         ready()
         parts: list[Transfer] = []
-        with self.stalls.waiting(FETCH):
-            for copy in copies:
-                if copy.shard.memory is not None:
-                    put(copy.target.view(-1), _host_view(copy))
-                elif copy.plain:
-                    parts.append(copy.shard.read_async(copy.start, copy.target.view(-1).view(torch.uint8)))
-                else:
-                    assert frames is not None
-                    _through_frames(copy, frames, _put)
+        try:
+            with self.stalls.waiting(FETCH):
+                for copy in copies:
+                    if copy.shard.memory is not None:
+                        put(copy.target.view(-1), _host_view(copy))
+                    elif copy.plain:
+                        parts.append(copy.shard.read_async(copy.start, copy.target.view(-1).view(torch.uint8)))
+                    else:
+                        assert frames is not None
+                        _through_frames(copy, frames, _put)
+        except BaseException:  # nothing is to come any more where something else may be put
+            with suppress(SwapError):
+                _Several(parts).wait()
+            raise
         return _Several(parts)
 
     def send(self, source: torch.Tensor, land: Landing) -> Transfer:
