@@ -25,8 +25,9 @@ from offload.observe.base import base_bytes
 from offload.observe.runtime import Runtime
 from offload.planner.boundaries import boundaries
 from offload.planner.demand import Batch
+from offload.planner.form import StateForm
 from offload.planner.layout import UnitSpec
-from offload.planner.placement import Plan, human, plan_units
+from offload.planner.placement import Plan, gradient_dtypes, human, plan_units
 from offload.planner.request import Capacities
 from offload.planner.share import ALONE, Share
 from offload.transfer.device import CpuDevice, Device, SimDevice
@@ -184,7 +185,8 @@ def prepare(
     of moments kept in fewer bits. `place` fixes roles' tiers: {"parameter" | "gradient" | "optimizer": "device" | "host" | "nvme"}.
     fp16 compute wants the trained parameters in fp32. `updates`: "forward", or "backward": the backward of the last of `accumulate`
     micro-batches starts updates as gradients come to rest, to the same bits; what would come between it and step() is then refused.
-    `batch` is (sequences, tokens) of a micro-batch, so that activations are planned for.
+    `batch` is (sequences, tokens) of a micro-batch, so that activations are planned for. A `plan` that was made before settles all of these but
+    `updates`: ConfigError for one given beside it that is another.
 
     Under torchrun, or with a `mesh`, all ranks call this with the same model; values are rank 0's. Gradients are means over ranks.
     `stage`: what is divided among them: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. Names, shapes and values at rest stay whole:
@@ -192,6 +194,8 @@ def prepare(
     `mesh`: a DeviceMesh of one dimension, or of two, (replicate, shard): state is divided along the second and the same along the first.
     Raises `ConfigError`, `PlanError` before anything is allocated, `SwapError`; `RankError` when another rank is gone.
     """
+    if plan is not None:
+        precision, accumulate = _agreed(plan, precision, place, _batch(batch), activations, accumulate)
     precision = precision or Precision()
     check_updates(updates, precision)
     check_unprepared(model)
@@ -215,7 +219,7 @@ def prepare(
                 accumulate=accumulate,
                 share=share,
             )
-            _check_plan(made, share, updates, accumulate)
+            _check_plan(made, specs, share, updates, accumulate)
         if beside is not None:
             _agree_beside(beside.home, model, made)
         if world is not None:
@@ -233,7 +237,37 @@ def prepare(
     return model
 
 
-def _check_plan(made: Plan, share: Share, updates: str, accumulate: int) -> None:
+def _agreed(
+    made: Plan, precision: Precision | None, place: dict[str, str] | None, batch: Batch | None, activations: str, accumulate: int
+) -> tuple[Precision, int]:  # fmt: skip
+    """The precision of a plan and its micro-batches a step. ConfigError for a setting given beside it with which it was not made."""
+    form, dtypes = made.form, (made.grad, made.moves)
+    agrees = {
+        "precision": precision is None or (StateForm.of(precision), gradient_dtypes(precision, made.accumulate)) == (form, dtypes),
+        "place": place is None or made.request is None or place.items() <= made.request.place.items(),
+        "batch": batch is None or batch == made.batch,
+        "activations": activations in ("auto", made.asked),
+        "accumulate": accumulate in (1, made.accumulate) or bool(made.passing),
+    }
+    for setting, good in agrees.items():
+        if not good:
+            raise ConfigError(f"{setting} is not what the plan was made with: give it to offload.plan(), and leave it out where the plan is given")
+    own = Precision(form.compute, made.grad, "split" if form.master == "split" else "fp32", form.moments)  # type: ignore[arg-type]
+    return precision or own, made.accumulate if accumulate == 1 else accumulate
+
+
+def _parameters(specs: Sequence[UnitSpec]) -> dict[tuple[str, str], tuple[int, str, bool]]:
+    return {(u.name, p.name): (p.numel, p.dtype, p.trained) for u in specs for p in u.parameters}
+
+
+def _check_plan(made: Plan, specs: Sequence[UnitSpec], share: Share, updates: str, accumulate: int) -> None:
+    known, found = _parameters([u.spec for u in made.layouts]), _parameters(specs)
+    if known != found:
+        unit, name = next(key for key in (*found, *known) if known.get(key) != found.get(key))
+        raise ConfigError(
+            f"the plan is of another model, or of other units: parameter {name} in unit {unit} is not in both with one size, dtype and "
+            "requires_grad; make it of this model with offload.plan()"
+        )
     if made.share != share:
         raise ConfigError(f"plan is for {made.share.text}, and this is {share.text}: make it with plan(..., ranks=, rank=, stage=, replicate=)")
     if made.passing and (updates != "backward" or accumulate > 1):

@@ -480,3 +480,46 @@ def test_use_in_a_child_raises(tmp_path: Path, tier: str, device: str) -> None:
 def _collected() -> Iterator[None]:
     yield
     gc.collect()
+
+
+PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "precision": ({}, {"precision": M.FP32}), "accumulate": ({"accumulate": 2}, {"accumulate": 3}), "activations": ({}, {"activations": "recompute"}),
+    "batch": ({}, {"batch": (1, 2)}), "place": ({"place": M.placed("host")}, {"place": M.placed("nvme")}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", PLANS)
+def test_a_setting_beside_a_plan_is_the_plans_or_refused(tmp_path: Path, setting: str) -> None:
+    for_plan, other = PLANS[setting]
+    make, where = (lambda: M.Stack(depth=2, width=16)), M.tiers(tmp_path)
+    plan = offload.plan(make(), where, device="cpu", **for_plan)
+    with pytest.raises(offload.ConfigError, match=rf"^{setting} is not what the plan was made with"):
+        offload.prepare(make(), where, device="cpu", plan=plan, **other)
+    for options in ({}, for_plan):  # what is not said is the plan's
+        with M.prepared(make(), where, device="cpu", plan=plan, **options) as model:
+            assert offload.runtime(model).plan is plan
+
+
+def test_a_plan_with_its_own_settings(tmp_path: Path) -> None:
+    make, where = (lambda: M.Stack(depth=2, width=16)), M.tiers(tmp_path)
+    plan = offload.plan(make(), where, device="cpu", precision=M.FP32, accumulate=2)
+    with M.prepared(make(), where, device="cpu", plan=plan, updates="backward") as model:
+        assert model(model.x).dtype == torch.float32
+        optimizer = offload.optim.AdamW(model.parameters())
+        for _ in range(2):  # the second starts updates
+            M.mean_square(model).backward()
+        optimizer.step()
+
+
+def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:
+    where = M.tiers(tmp_path)
+    plan = offload.plan(M.Stack(depth=2, width=16), where, device="cpu")
+    frozen = M.Stack(depth=2, width=16)
+    frozen.blocks[1].up.weight.requires_grad_(False)
+    for model, name in (
+        (M.Stack(depth=3, width=16), r"blocks\.2\.norm\.weight"),
+        (M.Stack(depth=2, width=32), r"first\.weight"),
+        (frozen, r"blocks\.1\.up\.weight"),
+    ):
+        with pytest.raises(offload.ConfigError, match=rf"the plan is of another model, or of other units: parameter {name} in unit"):
+            offload.prepare(model, where, device="cpu", plan=plan)

@@ -40,7 +40,7 @@ def _run(path: Path, mode: str, kept: int, device: Any, **options: Any) -> tuple
     model, where = M.seeded(_stack), M.tiers(path)
     plan = offload.plan(model, where, device=device, precision=M.FP32, activations=mode, batch=(1, 16))
     made = keeping(plan, kept) if kept else plan
-    with M.prepared(model, where, device=device, precision=M.FP32, activations=mode, plan=made, **options) as model:
+    with M.prepared(model, where, device=device, precision=M.FP32, plan=made, **options) as model:
         calls = [0] * DEPTH
         for i, block in enumerate(model.blocks):
             block.norm.register_forward_hook(lambda *a, i=i: calls.__setitem__(i, calls[i] + 1))

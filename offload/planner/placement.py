@@ -431,6 +431,11 @@ class _Search:
         return _Refusal("device", demand.budget_for(work.total - work.slack + short.nbytes), work, short.slots)
 
 
+def gradient_dtypes(precision: Precision, accumulate: int) -> tuple[str, str]:
+    """Those in which gradients of a step of so many micro-batches rest, and are reduced: sums of fp16 overflow."""
+    return "fp32" if accumulate > 1 else precision.grad, "fp32" if precision.grad == "fp16" else precision.grad
+
+
 def plan_units(
     units: Sequence[UnitSpec],
     capacities: Capacities,
@@ -452,7 +457,7 @@ def plan_units(
         if "device" in (place or {}).values():
             raise ConfigError("place: with several ranks no state rests on this device yet; use host or nvme")
         capacities = replace(capacities, rests=False)
-    grad, moves = "fp32" if accumulate > 1 else precision.grad, "fp32" if precision.grad == "fp16" else precision.grad  # sums of fp16 overflow
+    grad, moves = gradient_dtypes(precision, accumulate)
     place, form = check_place(place, capacities), StateForm.of(precision)
     may_pass = not keep_gradients and accumulate == 1 and share.ranks == 1 and "gradient" not in place
     return _plan(
