@@ -341,3 +341,42 @@ def test_gradients_through_a_cache(tmp_path: Path, mode: str) -> None:
     make = lambda: LlamaForCausalLM(LlamaConfig(**sizes))  # noqa: E731
     with M.prepared(M.seeded(make), M.tiers(tmp_path), precision=M.FP32, activations=mode) as model:
         assert not M.differing(act(model), act(M.seeded(make)))
+
+
+# Compiled models
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("mode", ["keep", "recompute", "nvme"])
+@pytest.mark.parametrize("way", ["the model", "the model before", "in place", "its blocks", "its blocks before"])
+def test_compiled_models(tmp_path: Path, way: str, mode: str, device: str) -> None:
+    """Graphs break where parameters move, and what is computed again is run as it was."""
+    torch._dynamo.reset()
+    compiled = torch.compile(M.seeded(lambda: M.Stack(depth=3, width=16, dropout=0.1)), backend="aot_eager")
+    model: nn.Module = compiled if way == "the model before" else compiled._orig_mod
+
+    def compile_parts() -> None:
+        for part in model.blocks if "blocks" in way else [model]:
+            part.compile(backend="aot_eager")
+
+    def losses(m: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        torch.manual_seed(1)
+        found = []
+        for k in (1.0, 2.0, 3.0):
+            loss = m(X * k).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss.detach()))
+        return found
+
+    plain = M.seeded(lambda: M.Stack(depth=3, width=16, dropout=0.1))
+    want = losses(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    if way in ("in place", "its blocks before"):
+        compile_parts()
+    with M.prepared(model, M.tiers(tmp_path), precision=M.FP32, activations=mode, device=device, place=M.placed("nvme")) as model:
+        if way == "its blocks":
+            compile_parts()
+        got = losses(compiled if way == "the model" else model, offload.optim.AdamW(model.parameters(), lr=1e-2))
+        assert got == pytest.approx(want, rel=1e-5)
+        assert M.at_rest(model)

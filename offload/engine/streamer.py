@@ -38,6 +38,7 @@ from offload.engine.atrest import AtRest
 from offload.engine.binding import Entry, Watch, bind, unbind
 from offload.engine.buffers import Buffers
 from offload.engine.caches import as_they_are
+from offload.engine.eager import compiled_by, compiler, eager
 from offload.engine.early import Early
 from offload.engine.gradients import Gradients
 from offload.engine.order import AccessOrder
@@ -92,6 +93,7 @@ class _Kwargs(dict[str, Any]):
         super().__init__(kwargs)
         self._ended = ended
 
+    @eager
     def __del__(self) -> None:
         self._ended()
 
@@ -154,13 +156,15 @@ class Streamer:
         keep = self._handles.append
         # functions and not bound methods: a deepcopy of the model would copy what a bound method belongs to
         # torch passes no keywords any more to the hooks of a call under way if one of the user's closes the model
-        keep(model.register_forward_pre_hook(lambda m, a, k=None: self._root_forward(m, a, k), prepend=True, with_kwargs=True))
+        keep(model.register_forward_pre_hook(eager(lambda m, a, k=None: self._root_forward(m, a, k)), prepend=True, with_kwargs=True))
         for unit in self.units:
             for module in unit.modules:
-                handle = module.register_forward_pre_hook(lambda m, a, k=None, u=unit.number: self._enter(m, u, a, k), with_kwargs=True)
+                enter = eager(lambda m, a, k=None, u=unit.number: self._enter(m, u, a, k))
+                handle = module.register_forward_pre_hook(enter, with_kwargs=True)
                 self._enter_hooks.append((module, handle))
                 keep(handle)
-                keep(module.register_forward_hook(lambda m, a, o, u=unit.number: self._leave(m, u, o), always_call=True, prepend=True))
+                leave = eager(lambda m, a, o, u=unit.number: self._leave(m, u, o))
+                keep(module.register_forward_hook(leave, always_call=True, prepend=True))
         for record in records:
             if record.trained:
                 keep(record.parameter.register_post_accumulate_grad_hook(_arrival(record.number, self.gradients)))
@@ -388,7 +392,7 @@ class Streamer:
             before = bind(self.entries[number], flats, self.gradients)
             try:
                 args, kwargs = as_they_are(self.activations.back(args), self.activations.back(kwargs))
-                with buffers.back(self.units[number].name), self._saving():
+                with buffers.back(self.units[number].name), self._saving(), compiled_by(around):
                     return module.forward(*args, **kwargs)
             finally:
                 unbind(self.entries[number], before)
@@ -396,7 +400,7 @@ class Streamer:
                     self.slots.uses[owner].firm -= 1
                 self._record("recompute", number, start)
 
-        buffers, (args, kwargs) = Buffers(self._inside[module]), as_they_are(args, kwargs)
+        around, buffers, (args, kwargs) = compiler(), Buffers(self._inside[module]), as_they_are(args, kwargs)
         args, kwargs = self.activations.leave(number, self.units[number].name, args, kwargs, self._within_others_hooks())
         settings = True, noop_context_fn, "default", False, True
         return _checkpoint_without_reentrant_generator(again, *settings, self._anchor, *args, **kwargs)  # type: ignore[no-any-return]
