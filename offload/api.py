@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.config import Precision, Tiers, check_updates
+from offload.config import Precision, Tiers, check_updates, shown
 from offload.dist.collectives import alike
 from offload.dist.divided import check_backends, mesh_of, part_of
 from offload.dist.mesh import equal_rows
@@ -32,12 +32,16 @@ from offload.planner.request import Capacities
 from offload.planner.share import ALONE, Share
 from offload.transfer.device import CpuDevice, Device, SimDevice
 
+Where = str | torch.device | Device
 
-def _device_kind(device: str | Device | None) -> Device | type[Device]:
+
+def _device_kind(device: Where | None) -> Device | type[Device]:
     """The device itself, or its class; `None` picks CUDA where there is one, else the CPU."""
     if isinstance(device, Device):
         return device
-    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    name, _, index = str(device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")
+    if index and not (name == "cuda" and torch.cuda.is_available() and index == str(torch.cuda.current_device())):
+        raise ConfigError(f'device "{device}": a device has no number here; call torch.cuda.set_device({index}) and give device="cuda"')
     if name == "cuda":
         from offload.transfer.cuda import CudaDevice
 
@@ -47,7 +51,7 @@ def _device_kind(device: str | Device | None) -> Device | type[Device]:
     return CpuDevice if name == "cpu" else SimDevice
 
 
-def make_device(device: str | Device | None) -> Device:
+def make_device(device: Where | None) -> Device:
     """The device of that name, made now; one that exists is given back."""
     kind = _device_kind(device)
     if isinstance(kind, Device):
@@ -68,7 +72,32 @@ def _capacities(tiers: Tiers, device: Device | type[Device], specs: Sequence[Uni
 
 
 def _batch(batch: tuple[int, int] | Batch | None) -> Batch | None:
-    return batch if isinstance(batch, Batch) or batch is None else Batch(*batch)
+    if isinstance(batch, Batch) or batch is None:
+        return batch
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(_is_count(n) for n in batch):
+        raise ConfigError(f"batch = {shown(batch)}: give (sequences, tokens a sequence) of a micro-batch, as (8, 2048)")
+    return Batch(*batch)
+
+
+def _is_count(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _check_settings(model: object, tiers: object, precision: object, accumulate: object, seed: object = 0) -> None:
+    """ConfigError for what is not of its kind."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"a {type(model).__name__} is no torch.nn.Module; give the model, built")
+    if not isinstance(tiers, Tiers):
+        raise ConfigError(f'tiers = {shown(tiers)}: give offload.Tiers(device="20GiB", host="96GiB", nvme=[("/mnt/nvme0", "400GiB")])')
+    if precision is not None and not isinstance(precision, Precision):
+        raise ConfigError(f'precision = {shown(precision)}: give offload.Precision(compute="bf16")')
+    if not _is_count(accumulate):
+        raise ConfigError(f"accumulate = {shown(accumulate)}: give the number of micro-batches of a step, 1 or more")
+    if not _is_count(seed, least=0):
+        raise ConfigError(f"seed = {shown(seed)}: give a whole number, 0 or more")
+    for name, p in model.named_parameters():
+        if nn.parameter.is_lazy(p):
+            raise ConfigError(f"parameter {name} has no shape yet: run a forward of the lazy module first, or give it its sizes")
 
 
 def _specs(found: Sequence[Found], precision: Precision) -> list[UnitSpec]:
@@ -84,7 +113,7 @@ def _specs(found: Sequence[Found], precision: Precision) -> list[UnitSpec]:
 
 
 def plan(
-    model: nn.Module, tiers: Tiers, *, device: str | Device | None = None, precision: Precision | None = None, activations: str = "auto",
+    model: nn.Module, tiers: Tiers, *, device: Where | None = None, precision: Precision | None = None, activations: str = "auto",
     units: Units = "auto", place: dict[str, str] | None = None, batch: tuple[int, int] | Batch | None = None, accumulate: int = 1,
     ranks: int = 1, rank: int = 0, stage: int = 3, replicate: int = 1, keep_gradients: bool = True,
 ) -> Plan:  # fmt: skip
@@ -96,6 +125,7 @@ def plan(
     in memory: for `prepare(updates="backward", plan=...)` of one micro-batch a step, after which nobody reads `.grad`.
     Raises `PlanError` where the state does not fit: which tier, need, have, three ways out.
     """
+    _check_settings(model, tiers, precision, accumulate)
     precision = precision or Precision()
     specs = _specs(discover(model, units), precision)
     return plan_units(
@@ -129,7 +159,7 @@ def _share_in(world: World | None, stage: int) -> Share:
     return replace(Share.of(world.size, world.rank, stage, world.replicas), rank=world.within.rank) if world is not None else ALONE
 
 
-def _ranks(model: nn.Module, mesh: Any, device: str | Device | None, updates: str, compute: str) -> tuple[World | None, World | None]:
+def _ranks(model: nn.Module, mesh: Any, device: Where | None, updates: str, compute: str) -> tuple[World | None, World | None]:
     """The ranks among which the data is divided, and those over which parameters are already; None where that is one."""
     where = "cuda" if _device_kind(device).name == "cuda" else "cpu"
     tensor = mesh_of(dict(model.named_parameters()))
@@ -174,7 +204,7 @@ def _agree(world: World, model: nn.Module, made: Plan) -> None:
 
 
 def prepare(
-    model: nn.Module, tiers: Tiers, *, device: str | Device | None = None, precision: Precision | None = None,
+    model: nn.Module, tiers: Tiers, *, device: Where | None = None, precision: Precision | None = None,
     activations: str = "auto", units: Units = "auto", place: dict[str, str] | None = None, batch: tuple[int, int] | Batch | None = None,
     accumulate: int = 1, updates: str = "forward", mesh: Any = None, stage: int = 3, plan: Plan | None = None, seed: int = 0,
 ) -> nn.Module:  # fmt: skip
@@ -194,6 +224,7 @@ def prepare(
     `mesh`: a DeviceMesh of one dimension, or of two, (replicate, shard): state is divided along the second and the same along the first.
     Raises `ConfigError`, `PlanError` before anything is allocated, `SwapError`; `RankError` when another rank is gone.
     """
+    _check_settings(model, tiers, precision, accumulate, seed)
     if plan is not None:
         precision, accumulate = _agreed(plan, precision, place, _batch(batch), activations, accumulate)
     precision = precision or Precision()

@@ -523,3 +523,38 @@ def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(offload.ConfigError, match=rf"the plan is of another model, or of other units: parameter {name} in unit"):
             offload.prepare(model, where, device="cpu", plan=plan)
+
+
+def _closed(where: offload.Tiers) -> nn.Module:
+    model = offload.prepare(M.Stack(depth=2, width=16), where, device="cpu")
+    offload.runtime(model).close()
+    return model
+
+
+WRONG: dict[str, tuple[Callable[[offload.Tiers], Any], str]] = {
+    "tiers": (lambda t: offload.prepare(M.Stack(), ("1GiB", "1GiB")), r"tiers = \('1GiB', '1GiB'\): give offload\.Tiers\("),  # type: ignore[arg-type]
+    "precision": (lambda t: offload.prepare(M.Stack(), t, precision="bf16"), "precision = 'bf16': give offload.Precision"),  # type: ignore[arg-type]
+    "no model": (lambda t: offload.plan(M.Stack, t), "a type is no torch.nn.Module"),  # type: ignore[arg-type]
+    "batch": (lambda t: offload.prepare(M.Stack(), t, batch=8), r"batch = 8: give \(sequences, tokens"),  # type: ignore[arg-type]
+    "no batch": (lambda t: offload.plan(M.Stack(), t, batch=(0, 8)), r"batch = \(0, 8\)"),
+    "accumulate": (lambda t: offload.prepare(M.Stack(), t, accumulate=0), "accumulate = 0: give the number"),
+    "half": (lambda t: offload.plan(M.Stack(), t, accumulate=2.5), r"accumulate = 2\.5"),  # type: ignore[arg-type]
+    "seed": (lambda t: offload.prepare(M.Stack(), t, seed=-1), "seed = -1"),
+    "numbered": (lambda t: offload.prepare(M.Stack(), t, device="cuda:7"), r"torch\.cuda\.set_device\(7\)"),
+    "lazy": (lambda t: offload.prepare(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(4)), t), r"parameter 1\.weight has no shape yet"),
+    "closed": (lambda t: offload.prepare(_closed(t), t), "was closed, and its value with it"),
+    "clipped": (lambda t: offload.clip_grad_norm_(M.Stack().parameters(), 1.0), "not its parameters"),  # type: ignore[arg-type]
+    "norm": (lambda t: offload.clip_grad_norm_(offload.prepare(M.Stack(), t, device="cpu"), -1.0), r"max_norm = -1\.0"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_given_is_checked_in_words(tmp_path: Path, wrong: str) -> None:
+    act, says = WRONG[wrong]
+    with pytest.raises(offload.ConfigError, match=says):
+        act(M.tiers(tmp_path))
+
+
+def test_a_device_of_torchs(tmp_path: Path) -> None:
+    with M.prepared(M.seeded(lambda: M.Stack(depth=2, width=16)), M.tiers(tmp_path), device=torch.device("cpu")) as model:
+        assert engine_of(model).device.name == "cpu"

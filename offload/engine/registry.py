@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 def engine_of(model: nn.Module) -> Engine:
     """The engine of a prepared model; ConfigError if it is not prepared or was closed."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"a {type(model).__name__} is no prepared model; give the model that offload.prepare() returned, not its parameters")
     owner = next((o for o in map(record_of, model.parameters()) if o is not None), None)
     if owner is None or owner[0].model is not model:
         raise ConfigError(f"this {type(model).__name__} is not prepared; call offload.prepare(model, tiers) first")
@@ -30,7 +32,10 @@ def engine_of(model: nn.Module) -> Engine:
 def check_unprepared(model: nn.Module) -> None:
     """ConfigError if any parameter of the model is at rest already."""
     for name, p in model.named_parameters():
-        if record_of(p) is not None:
+        home = record_of(p)
+        if home is not None and home[0].closed:
+            raise ConfigError(f"the runtime that holds parameter {name} was closed, and its value with it; build the model again and prepare it")
+        if home is not None:
             raise ConfigError(f"parameter {name} is prepared already, by itself or within another model; prepare the whole model once")
 
 

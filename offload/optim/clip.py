@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from offload.engine.registry import engine_of
+from offload.errors import ConfigError
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
@@ -18,6 +19,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     OffloadError where updates have started during the backward.
     """
     engine = engine_of(model)
+    if not float(max_norm) >= 0.0:
+        raise ConfigError(f"max_norm = {float(max_norm)}: give a number, 0 or more")
     engine.early.refuse("clipping the gradients")
     total = engine.norm()
     norm = torch.tensor(total, dtype=torch.float32, device="cpu")
