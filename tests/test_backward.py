@@ -188,7 +188,7 @@ def test_states_are_read_and_updated_in_the_order_of_the_backward(tmp_path: Path
             model.order = order
             M.mean_square(model, X).backward()
             assert list(early._started) == list(reversed(order)) and len(early._opened) == 5
-            assert engine_of(model).background._gated is not None
+            assert engine_of(model).background.gated is not None
             offload.runtime(model).synchronize()  # waits for what was opened, and ends
             optimizer.step()
             optimizer.zero_grad()
