@@ -209,7 +209,7 @@ class Streamer:
             if self._backward.task != -1:
                 self._end_backward()  # a backward that raised
             if not self._calls and torch.is_grad_enabled():
-                self.gradients.new_forward()
+                self.gradients.entries.new_forward()
                 if self.unplanned:  # it was not the root that was called, or nothing was given to it
                     self.on_root(list(_tensors((args, kwargs))))
             if self._with_gradients and not torch.is_grad_enabled() and _within_function():

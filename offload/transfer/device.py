@@ -183,7 +183,7 @@ def _pieces(copy: Copy, frame_bytes: int) -> list[tuple[int, int]]:
     return [(i, min(most, n - i)) for i in range(0, n, most)]
 
 
-def _through_frames(copy: Copy, frames: FramePool, put: Put) -> None:
+def through_frames(copy: Copy, frames: FramePool, put: Put) -> None:
     """Reads a shard on NVMe piece by piece through a staging buffer; `put(target, staged)` takes each piece on."""
     flat = copy.target.view(-1)
     frame = frames.take()
@@ -204,7 +204,7 @@ def _put(target: torch.Tensor, staged: torch.Tensor) -> None:
         target.copy_(staged)
 
 
-def _host_view(copy: Copy) -> torch.Tensor:
+def host_view(copy: Copy) -> torch.Tensor:
     assert copy.shard.memory is not None
     return copy.shard.memory[copy.start : copy.start + copy.nbytes].view(copy.dtype)
 
@@ -265,12 +265,12 @@ class CpuDevice(Device):
             with self.stalls.waiting(FETCH):
                 for copy in copies:
                     if copy.shard.memory is not None:
-                        put(copy.target.view(-1), _host_view(copy))
+                        put(copy.target.view(-1), host_view(copy))
                     elif copy.plain:
                         parts.append(copy.shard.read_async(copy.start, copy.target.view(-1).view(torch.uint8)))
                     else:
                         assert frames is not None
-                        _through_frames(copy, frames, _put)
+                        through_frames(copy, frames, _put)
         except BaseException:  # nothing is to come any more where something else may be put
             with suppress(SwapError):
                 _Several(parts).wait()
@@ -329,10 +329,10 @@ class SimDevice(Device):
             ready()
             for copy in copies:
                 if copy.shard.memory is not None:
-                    _put(copy.target.view(-1), _host_view(copy))
+                    _put(copy.target.view(-1), host_view(copy))
                 else:
                     assert frames is not None
-                    _through_frames(copy, frames, _put)
+                    through_frames(copy, frames, _put)
             if then is not None:
                 then()
 
