@@ -17,8 +17,9 @@ _load = os.getloadavg()[0]  # of before the measurement, as this is imported fir
 
 
 def describe() -> dict[str, Any]:
+    said = [Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv]  # where things lie is this machine's alone
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip()
-    return {"machine": profile.machine(), "versions": profile.versions(), "commit": commit, "command": " ".join(["python", *sys.argv]),
+    return {"machine": profile.machine(), "versions": profile.versions(), "commit": commit, "command": " ".join(["python", *said]),
             "load_before_and_after": [round(_load, 2), round(os.getloadavg()[0], 2)]}  # fmt: skip
 
 

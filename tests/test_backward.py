@@ -18,7 +18,7 @@ import models as M
 import offload
 from late import late
 from offload import _core
-from offload.engine import early
+from offload.engine.gradients import Gradients
 from offload.engine.registry import engine_of
 from offload.memory import swap
 from offload.transfer.device import SimDevice
@@ -188,7 +188,7 @@ def test_states_are_read_and_updated_in_the_order_of_the_backward(tmp_path: Path
             model.order = order
             M.mean_square(model, X).backward()
             assert list(early._started) == list(reversed(order)) and len(early._opened) == 5
-            assert engine_of(model).background._gated is not None
+            assert engine_of(model).background.gated is not None
             offload.runtime(model).synchronize()  # waits for what was opened, and ends
             optimizer.step()
             optimizer.zero_grad()
@@ -318,7 +318,7 @@ def test_what_is_found_before_anything_was_opened_changes_nothing(monkeypatch: p
             for step in range(4):
                 with monkeypatch.context() as patched:
                     if step == 2:
-                        patched.setattr(early, "landed", lambda *_, **__: False)  # until step() nothing has
+                        patched.setattr(Gradients, "landed", lambda *_, **__: False)  # until step() nothing has
                     M.mean_square(model, X).backward()
                 if step == 2:
                     assert bool(engine_of(model).early._started) == (updates == "backward") and not engine_of(model).early._opened

@@ -38,6 +38,7 @@ from helpers import (
     same_models,
 )
 from offload.engine.gradients import Gradients
+from offload.engine.places import Places
 from runs import SMALL, records_of, sizes
 
 FP16 = offload.Precision(compute="fp16", grad="fp16")
@@ -255,8 +256,8 @@ def test_unscaling_reads_and_stores_nothing(prepared: Prepared, monkeypatch: pyt
     opt, amp = offload.optim.AdamW(twin.parameters(), lr=1e-2), scaler()
     offload.runtime(twin).synchronize()
     with monkeypatch.context() as patched:
-        for name in ("read", "_store", "_rescale"):
-            patched.setattr(Gradients, name, lambda *_, name=name, **__: pytest.fail(name))
+        for owner, name in ((Gradients, "read"), (Places, "read"), (Places, "store"), (Places, "scale")):
+            patched.setattr(owner, name, lambda *_, name=name, **__: pytest.fail(name))
         amp.unscale_(opt)
         norm = offload.clip_grad_norm_(twin, 1e3)
         grads = [p.grad for p in twin.parameters()]

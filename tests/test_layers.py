@@ -151,6 +151,33 @@ def test_configuration_is_small() -> None:
     assert 10 < keys(RunConfig) < 40
 
 
+def _private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _defined(node: ast.AST) -> str:
+    """The name that a class, a function or an assignment makes, of a module or of an object by itself; or ""."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return node.name
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return node.id
+    return node.attr if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self" else ""
+
+
+def test_no_module_reaches_into_another() -> None:
+    """What begins with an underscore is its module's own. Names that torch has too are left out."""
+    trees = [(path, tree, {_defined(node) for node in ast.walk(tree)}) for path, tree in _trees()]
+    known = set().union(*(own for _, _, own in trees)) - {"_parameters", "_spec", "_core"}
+    wrong = []
+    for path, tree, own in trees:
+        for node in ast.walk(tree):
+            names = [node.attr] if isinstance(node, ast.Attribute) else []
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("offload"):
+                names = [alias.name for alias in node.names]
+            wrong += [f"{_name(path)}: {ast.unparse(node)}" for name in names if _private(name) and name in known - own]
+    assert not wrong
+
+
 def _calls(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):

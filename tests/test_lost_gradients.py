@@ -62,8 +62,8 @@ class _Fails:
     """Landings of one parameter raise while it is told to."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
-        self.gradients, self.name, self.kept, self.on = engine_of(model).gradients, name, engine_of(model).gradients._memory, True
-        self.gradients._memory = self  # type: ignore[method-assign, assignment]
+        self.name, self.kept, self.on = name, engine_of(model).places._memory, True
+        engine_of(model).places._memory = self  # type: ignore[method-assign, assignment]
 
     def __call__(self, record: Any, *rest: Any, **options: Any) -> torch.Tensor:
         if self.on and record.name == self.name:

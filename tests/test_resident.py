@@ -90,7 +90,7 @@ def test_some_units(tmp_path: Path, seed: int) -> None:
 def _resident_bytes(model: nn.Module) -> tuple[int, int, int]:
     """Bytes of the gradients of units that rest on the device, of those that are summed there, and of all others."""
     engine = engine_of(model)
-    sizes = [sum(r.numel for r in u.records if r.trained) * engine.gradients.dtype.itemsize for u in engine.units]
+    sizes = [sum(r.numel for r in u.records if r.trained) * engine.places.dtype.itemsize for u in engine.units]
     inside = sum(n for u, n in enumerate(sizes) if engine.resident.has(u))
     summed = sum(sizes[u] for u in engine.plan.summed)
     return inside, summed, sum(sizes) - inside - summed

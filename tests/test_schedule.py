@@ -153,7 +153,7 @@ def test_the_runtime_keeps_the_schedule_of_updates_in_the_backward(tmp_path: Pat
         for _ in range(2):
             M.mean_square(model, X).backward()
             s = made(engine.plan, Speeds(), model.order, direct=True, early=4)
-            assert engine.background._gated is not None and tuple(engine.background._gated[1]) == s.updates
+            assert engine.background.gated is not None and tuple(engine.background.gated.at) == s.updates
             assert list(engine.early._started) == model.order[:4:-1]
             optimizer.step()
 

@@ -11,7 +11,7 @@ import pytest
 
 import offload
 from offload.config import RunConfig
-from offload.engine import early
+from offload.engine.gradients import Gradients
 from offload.engine.registry import engine_of
 from offload.errors import ConfigError, PlanError, StepError
 from offload.train import model
@@ -37,7 +37,7 @@ class _Spoiling:
     step = -1
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        build, landed, step = model.build, early.landed, Trainer._step
+        build, landed, step = model.build, Gradients.landed, Trainer._step
 
         def built(*args: Any, **kwargs: Any) -> Any:
             made: Any = build(*args, **kwargs)
@@ -53,7 +53,7 @@ class _Spoiling:
 
         patch.setattr(model, "build", built)
         patch.setattr(Trainer, "_step", stepped)
-        patch.setattr(early, "landed", lambda gradients, records, wait=False: landed(gradients, records, wait=True))
+        patch.setattr(Gradients, "landed", lambda gradients, records, wait=False: landed(gradients, records, wait=True))
         patch.setattr(Estimate, "early", lambda self, plan, **_: len(plan.layouts))
 
     def _hook(self, _: Any, __: Any, out: Any) -> None:

@@ -388,7 +388,7 @@ def test_a_sum_that_failed_is_missed_until_there_is_another(tmp_path: Path) -> N
             with pytest.raises(RuntimeError, match="the kernel failed"):
                 optimizer.step()
         engine = engine_of(model)
-        failed = next(r for r in engine.records if engine.gradients._entries[r.number].failed is not None)
+        failed = next(r for r in engine.records if engine.gradients.entries[r.number].failed is not None)
         with pytest.raises(RuntimeError, match="the kernel failed"):
             failed.parameter.grad.sum().item()
         optimizer.zero_grad()
@@ -400,22 +400,22 @@ def test_a_sum_that_failed_is_missed_until_there_is_another(tmp_path: Path) -> N
 
 def test_a_copy_that_failed_is_missed_until_there_is_another(tmp_path: Path) -> None:
     with M.prepared(M.seeded(MAKE), M.tiers(tmp_path), device=SimDevice(seed=3), place=HOST, precision=M.FP32, accumulate=3, batch=BATCH) as model:
-        optimizer, gradients = offload.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1), engine_of(model).gradients
-        kept = gradients._memory
+        optimizer, places = offload.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1), engine_of(model).places
+        kept = places._memory
 
         def memory(record: Any, *rest: Any, **options: Any) -> torch.Tensor:
             if record.name == "blocks.2.up.weight":
                 raise offload.SwapError("it cannot be written")
             return kept(record, *rest, **options)
 
-        gradients._memory = memory  # type: ignore[method-assign]
+        places._memory = memory  # type: ignore[method-assign]
         digest = offload.runtime(model).digest()
         for _ in range(3):
             (loss(model) / 3).backward()
         for _ in range(2):
             with pytest.raises(offload.SwapError, match="cannot be written"):
                 optimizer.step()
-        gradients._memory = kept  # type: ignore[method-assign]
+        places._memory = kept  # type: ignore[method-assign]
         assert offload.runtime(model).digest() == digest
         optimizer.zero_grad()
         for _ in range(3):

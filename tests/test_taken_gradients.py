@@ -14,7 +14,6 @@ from torch import nn
 import models as M
 import offload
 from late import late
-from offload.engine.background import has_frame
 from offload.engine.registry import engine_of
 from offload.planner.cost import traffic_of
 from offload.planner.placement import chunks_of, gradient_chunk_bytes
@@ -65,9 +64,9 @@ def _read_ahead(model: nn.Module) -> Iterator[None]:
 
     def gated(hypers: Any, order: Any) -> None:
         gate(hypers, order)
-        assert background._gated is not None and engine.space is not None
-        for place in background._gated[1][: engine.plan.staging.updates]:
-            while not has_frame(background, *place):
+        assert background.gated is not None and engine.space is not None
+        for place in list(background.gated.at)[: engine.plan.staging.updates]:
+            while not background.gated.has_frame(*place):
                 engine.space.drain()
 
     background.gate = gated  # type: ignore[method-assign]

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import torch
 
-from offload import _core
 from offload.dist.collectives import sum_across
 from offload.dist.world import World
 from offload.engine.atrest import AtRest
 from offload.engine.gradients import Gradients
-from offload.engine.record import CODES, NORM_BLOCK, Record, Unit
-from offload.engine.reduction import Reduction
+from offload.engine.record import Record, Unit
 from offload.memory.stalls import RANKS
-from offload.planner.share import Share
 from offload.transfer.queue import SwapQueue, Transfer
 
 
@@ -34,7 +31,7 @@ class Averaging:
         gradients, trained = self._gradients, [r for r in unit.records if r.trained]
         for record in trained:
             self._prepare(record, record.number in present)
-        landings = [transfer for r in trained for transfer in gradients._entries[r.number].landing]
+        landings = [transfer for r in trained for transfer in gradients.entries[r.number].landing]
         mark = gradients.device.mark()
 
         def run() -> None:
@@ -47,44 +44,30 @@ class Averaging:
         nbytes = sum(shard.nbytes for shard in unit.gradients)
         job: Transfer = self._queue.submit(run, nbytes, what=f"sums of gradients of {unit.name}")
         for record in trained:
-            gradients._entries[record.number].landing.append(job)
+            gradients.entries[record.number].landing.append(job)
 
     def _prepare(self, record: Record, present: bool) -> None:
         """What rests is the gradient as it reads."""
-        gradients, entry = self._gradients, self._gradients._entries[record.number]
+        gradients, places, entry = self._gradients, self._gradients.places, self._gradients.entries[record.number]
         if record.grad is None and present:
-            zeros = torch.zeros(record.shape, dtype=gradients.dtype, device=gradients.device.compute)
+            zeros = torch.zeros(record.shape, dtype=places.dtype, device=gradients.device.compute)
             record.grad = AtRest(gradients.land(record, zeros))
-        elif entry.zeroed or entry.scale != 1.0:
-            gradients._settle(entry)
-            if entry.zeroed:
-                gradients._store(record, torch.zeros(record.numel, dtype=gradients.dtype), accumulate=False)
-            gradients._rescale(record, entry.scale)
+        elif record.number in places.zeroed or entry.scale != 1.0:
+            entry.settle()
+            if record.number in places.zeroed:
+                places.store(record, torch.zeros(record.numel, dtype=places.dtype), accumulate=False)
+            places.scale(record, entry.scale)
             entry.scale = 1.0
 
     def _average(self, unit: Unit, chunk: int, records: list[Record]) -> None:
-        gradients, shard = self._gradients, unit.gradients[chunk]
-        gradients.let_go(unit.number, chunk)
-        with gradients._alone_here():
-            there = gradients._memory(records[0], chunk, fresh=False, dirty=False).view(gradients.dtype)
-            in_place = shard.memory is not None and there.dtype == torch.float32
-            total = there if in_place else there.to(torch.float32, copy=True)  # a staging buffer may be wanted for another chunk meanwhile
+        gradients = self._gradients
+        total = gradients.places.chunk(records, chunk)
         moved = total.to(gradients.device.compute)
         with gradients.device.stalls.waiting(RANKS):
             self._sum(moved, f"the gradients of {unit.name}")
         if moved is not total:
             total.copy_(moved)
-        with gradients._alone_here():
-            out = gradients._memory(records[0], chunk, fresh=True, dirty=True)  # all of it is written
-            for record in records:
-                for number, start, first, stop in gradients._pieces(record):
-                    if number == chunk:
-                        _core.land(
-                            out.data_ptr() + start, CODES[gradients.dtype], total.data_ptr() + start // gradients.dtype.itemsize * 4,
-                            CODES[torch.float32], stop - first, False, 1.0 / self._world.size, record.sums.data_ptr() + first // NORM_BLOCK * 8, 0,
-                        )  # fmt: skip
-            if gradients._cache is not None and shard.memory is None:
-                gradients._cache.finish(gradients._first_chunk[unit.number] + chunk)
+        gradients.places.replace(records, chunk, total, 1.0 / self._world.size)
 
     def _sum(self, x: torch.Tensor, name: str) -> None:
         """Sets `x` to its sum over ranks; of groups in the order of [Note: groups], so that little crosses from one to another."""
@@ -96,12 +79,3 @@ class Averaging:
         sum_across(self._world, equal, name, divided=False)
         if lacks:
             x.copy_(equal[: x.numel()])
-
-
-def share(gradients: Gradients, plan_share: Share, dtype: torch.dtype, world: World) -> Reduction:
-    """Gradients are those of several ranks from here on, and move between them in `dtype`; see [Note: reduction]."""
-    reduction = Reduction(gradients.units, plan_share, dtype, gradients.device, world, gradients._land_reduced)
-    reduction.start = lambda record: gradients._arrival(record, record.grad is not None)
-    reduction.landing = gradients._reducing
-    gradients.reduction = reduction
-    return reduction

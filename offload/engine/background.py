@@ -17,8 +17,8 @@ way (`engine/jobs.py`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -34,6 +34,19 @@ STEPS_MOST = 2  # steps whose write-backs may be under way
 Hypers: TypeAlias = dict[str, float | int | bool]  # fields of ops.HYPER
 
 
+class Gated(NamedTuple):
+    """The updates of the step that comes, each of which waits until it is opened. `at`: by unit and chunk, the number of its job, in their order."""
+
+    pipeline: Any
+    batch: Any
+    at: dict[tuple[int, int], int]
+    hyper: np.ndarray[Any, Any]
+
+    def has_frame(self, unit: int, chunk: int) -> bool:
+        """Whether a chunk's update, once it is opened, waits for no buffer. From any thread."""
+        return bool(self.pipeline.has_frame(self.batch, self.at[unit, chunk]))
+
+
 class Background:
     """The updates of all steps that may not be done, and who is waited for."""
 
@@ -43,9 +56,7 @@ class Background:
         self._waits: list[Waits] = [on_device if resident.has(u.number) else self.jobs for u in units]
         self._batches: deque[Any] = deque()
         self._prepared: tuple[Any, list[tuple[int, int]]] | None = None
-        self._gated: tuple[Any, list[tuple[int, int]]] | None = None  # of the step that comes; see [Note: updates under the backward]
-        self._hyper: np.ndarray[Any, Any] | None = None  # of what is gated
-        self._at: dict[tuple[int, int], int] = {}  # of the gated batch
+        self.gated: Gated | None = None  # see [Note: updates under the backward]
         self._dropped: Any = None
         self._seconds: dict[str, float] = {}
 
@@ -53,9 +64,10 @@ class Background:
         """Submits the updates of one step, those of units that are computed first before others. `hyper` is copied."""
         while len(self._batches) >= STEPS_MOST:
             self._retire()
-        if self._gated is not None:
-            (batch, places), self._gated = self._gated, None
-            self._updates.pipeline.settle(batch, hyper)
+        places: Iterable[tuple[int, int]]
+        if self.gated is not None:
+            (pipeline, batch, places, _), self.gated = self.gated, None
+            pipeline.settle(batch, hyper)
         elif self._prepared is not None:
             (batch, places), self._prepared = self._prepared, None
             self._updates.pipeline.begin(batch, hyper)
@@ -75,7 +87,7 @@ class Background:
         """Begins the updates of the next step, units in `order`, each to wait until it is opened; `start` does the rest."""
         while len(self._batches) >= STEPS_MOST:
             self._retire()
-        if self._gated is not None or (self._prepared is not None and not self._updates.arranged(order)):
+        if self.gated is not None or (self._prepared is not None and not self._updates.arranged(order)):
             self.drop()
         batch, places = self._prepared or self._updates.prepare(order)
         self._prepared, table = None, self.hyper()
@@ -83,35 +95,30 @@ class Background:
             for key, value in (fields | {"active": 1}).items():
                 table[number][key] = value
         self._updates.pipeline.gate(batch, table)
-        self._at = {place: index for index, place in enumerate(places)}
-        self._gated, self._hyper = (batch, places), table
-
-    @property
-    def gated(self) -> bool:
-        """Whether there is anything to open."""
-        return self._gated is not None
+        self.gated = Gated(self._updates.pipeline, batch, {place: index for index, place in enumerate(places)}, table)
 
     def open(self, unit: int, lent: Mapping[int, int]) -> dict[int, Transfer]:
         """The unit's updates may run from here on. `lent`: by chunk, the address of its gradient in a buffer; and until when it is read there."""
-        if self._gated is None or self._hyper is None:
+        gated = self.gated
+        if gated is None:
             raise OffloadError("there is no update to open")
         if self._resident.has(unit):
-            self._resident.update(unit, self._hyper)
+            self._resident.update(unit, gated.hyper)
             return {}
-        batch, readers = self._gated[0], dict[int, Transfer]()
+        readers: dict[int, Transfer] = {}
         for chunk in range(len(self._units[unit].states)):
-            index = self._at[unit, chunk]
-            self.jobs.note(unit, chunk, batch, index)
-            self._updates.pipeline.open(batch, index, lent.get(chunk, 0))
+            index = gated.at[unit, chunk]
+            self.jobs.note(unit, chunk, gated.batch, index)
+            gated.pipeline.open(gated.batch, index, lent.get(chunk, 0))
             if chunk in lent:
-                readers[chunk] = Reader(batch, index, self._stalls, self._behind)
+                readers[chunk] = Reader(gated.batch, index, self._stalls, self._behind)
         return readers
 
     def read_ahead(self, order: Sequence[int]) -> None:
         """Starts reading for the next step's updates, unless that was done. See [Note: reading ahead]."""
         while self._batches and self._batches[0].done and not self._batches[0].failed:
             self._retire()
-        if self._prepared is None and self._gated is None and self._updates.moves and len(self._batches) < STEPS_MOST:
+        if self._prepared is None and self.gated is None and self._updates.moves and len(self._batches) < STEPS_MOST:
             self._prepared = self._updates.prepare(order)
 
     def drop(self) -> None:
@@ -129,11 +136,10 @@ class Background:
             self._dropped = None
 
     def _abandon(self) -> None:
-        if self._gated is not None:
-            (batch, _), self._gated = self._gated, None
-            self._updates.pipeline.cancel(batch)
-            self._batches.append(batch)
-            self._dropped = batch
+        if self.gated is not None:
+            self._dropped, self.gated = self.gated.batch, None
+            self._updates.pipeline.cancel(self._dropped)
+            self._batches.append(self._dropped)
 
     def wait(self, unit: int, chunk: int, written: bool, tell: bool = True) -> None:
         """Returns when a chunk is updated (or `written` back too). SwapError if it cannot be; unless `tell`, the caller may keep it to itself."""
@@ -161,7 +167,7 @@ class Background:
 
     def check(self) -> None:
         """Raises the error that ended an earlier step, if it is known by now."""
-        if self._gated is not None and self._gated[0].failed:
+        if self.gated is not None and self.gated.batch.failed:
             self._abandon()
         if self.jobs.error is None and any(b.failed for b in self._batches):
             while self.jobs.error is None:
@@ -192,7 +198,7 @@ class Background:
 
     def close(self) -> None:
         self._updates.close()
-        self._prepared = self._gated = self._dropped = self._hyper = None
+        self._prepared = self.gated = self._dropped = None
         self._batches.clear()
         self._resident.close()
         self.jobs.clear()
@@ -240,12 +246,6 @@ class Background:
         _add(self._seconds, batch)
         if raising:
             self.check()
-
-
-def has_frame(background: Background, unit: int, chunk: int) -> bool:
-    """Whether a chunk's update, once it is opened, waits for no buffer. From any thread."""
-    gated = background._gated
-    return gated is not None and bool(background._updates.pipeline.has_frame(gated[0], background._at[unit, chunk]))
 
 
 def _add(total: dict[str, float], batch: Any) -> None:

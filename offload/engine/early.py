@@ -22,20 +22,18 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import NoReturn, Protocol
 
 import torch
 
 from offload.engine.atrest import AtRest
-from offload.engine.background import Background, Hypers, has_frame
+from offload.engine.background import Background, Hypers
 from offload.engine.gradients import Gradients
 from offload.engine.graph import accumulates
 from offload.engine.passing import Passing
 from offload.engine.record import Record, Unit
 from offload.engine.slots import Use
 from offload.engine.sources import GradientSource
-from offload.engine.taking import begun, give, landed, spend
 from offload.errors import ConfigError, OffloadError, StepError
 from offload.planner.schedule import unit_order
 
@@ -68,7 +66,6 @@ class Early:
         self.keep_gradients = True  # also where an update had no need of them at rest
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.hidden: set[int] = set()  # see [Note: hidden uses]
-        self._at_once = partial(has_frame, background)
         self._trained = [[r for r in u.records if r.trained] for u in units]
         self._order: list[int] = []
         self._error: OffloadError | None = None
@@ -78,7 +75,7 @@ class Early:
         """A step is over."""
         self._backwards = 0  # that accumulated, since the last step
         for unit in self._passing.over():
-            spend(self._gradients, self._trained[unit])
+            self._gradients.entries.spend(self._trained[unit])
         self.hidden.clear()
         self._task = -1  # of the backward that starts updates
         self._awaited: dict[int, set[int]] = {}  # by unit, the parameters whose gradients are to come
@@ -118,11 +115,15 @@ class Early:
                 f"Call step() after {self.accumulate} of them, declare their number with prepare(..., accumulate=N), or {WAY_OUT}"
             )
         self._task, self._awaited, self._complete = -1, {}, []  # of one that raised
-        if not any(begun(self._gradients, r) for records in self._trained for r in records):
+        if not any(self._begun(r) for records in self._trained for r in records):
             self._backwards = 0
         self._backwards += 1
         if self._backwards == self.accumulate:
             self._arm()
+
+    def _begun(self, record: Record) -> bool:
+        """Whether the parameter has a gradient other than the zeros of zero_grad(set_to_none=False)."""
+        return record.parameter.grad is not None and record.number not in self._gradients.places.zeroed
 
     def nested(self) -> None:
         """A backward begins inside of another, which may have shown no sign yet. BudgetError as for one."""
@@ -181,25 +182,25 @@ class Early:
 
     def advance(self) -> None:
         """Starts and opens what may be. See [Note: updates under the backward]."""
-        if self._task == -1 or self._spoilt or not self._background.gated:
+        if self._task == -1 or self._spoilt or self._background.gated is None:
             return
         complete, self._complete = self._complete, []
         for unit in complete:
             if self._uses[unit].firm or self._uses[unit].soft:
                 self._complete.append(unit)
-            elif all(self._stands(r) and self._gradients.scale_of(r) == 1.0 for r in self._trained[unit]):
-                self._started[unit] = [self._gradients.generation(r) for r in self._trained[unit]]
+            elif all(self._stands(r) and self._gradients.entries[r.number].scale == 1.0 for r in self._trained[unit]):
+                self._started[unit] = [self._gradients.entries[r.number].generation for r in self._trained[unit]]
         for unit in self._started:
-            if unit not in self._opened and landed(self._gradients, self._trained[unit]):
+            if unit not in self._opened and self._gradients.landed(self._trained[unit]):
                 self._spoilt = not all(math.isfinite(self._gradients.norm_squared(r)) for r in self._trained[unit])
                 if self._spoilt:
                     return
-                if not give(self._gradients, unit, self._at_once, self._background.open, self.keep_gradients):
+                if not self._gradients.give(unit, self._at_once, self._background.open, self.keep_gradients):
                     continue
                 self._opened.add(unit)
                 if self._passing.has(unit):
                     self._passing.opened(unit)
-                    spend(self._gradients, self._trained[unit])
+                    self._gradients.entries.spend(self._trained[unit])
                 for record in self._trained[unit]:
                     record.version += 1
 
@@ -222,12 +223,12 @@ class Early:
         """Opens the updates of a unit in whose places the gradient of another is to land; waits for its own gradients to land."""
         self.advance()
         if holder in self._started and holder not in self._opened and not self._spoilt:
-            landed(self._gradients, self._trained[holder], wait=True)
+            self._gradients.landed(self._trained[holder], wait=True)
             self.advance()
         if holder in self._opened:
             return
         if self._spoilt:  # the step is skipped, or ends the run
-            spend(self._gradients, self._trained[holder])
+            self._gradients.entries.spend(self._trained[holder])
             return
         self._background.check()
         why = f"the gradient of {record.name} came while {self._name(holder)}, whose places for gradients it shares, still had gradients to come"
@@ -238,6 +239,11 @@ class Early:
     def takes(self, unit: int, chunk: int) -> bool:
         """Whether a gradient that has come whole is for its update alone, and that can start at once. From any thread."""
         return not self.keep_gradients and unit in self._chosen and not self._spoilt and self._at_once(unit, chunk)
+
+    def _at_once(self, unit: int, chunk: int) -> bool:
+        """Whether a chunk's update, once it is opened, waits for no buffer. From any thread."""
+        gated = self._background.gated
+        return gated is not None and gated.has_frame(unit, chunk)
 
     def _stands(self, record: Record) -> bool:
         """Whether `.grad` is the parameter's gradient at rest."""
@@ -296,7 +302,7 @@ class Early:
                 grad, now, used = record.grad, hypers.get(record.number), self._hypers[record.number]
                 if grad is None:
                     self._fail(f"the gradient of {record.name} was dropped (zero_grad() or .grad = None)")
-                elif not self._stands(record) or self._gradients.generation(record) != generation:
+                elif not self._stands(record) or self._gradients.entries[record.number].generation != generation:
                     self._fail(f"the gradient of {record.name} was replaced")
                 elif now is None:
                     self._fail(f"{record.name} is not stepped by this optimizer")

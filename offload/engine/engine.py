@@ -22,7 +22,7 @@ from offload.dist.divided import is_divided, part_of
 from offload.dist.world import World
 from offload.engine.activations import Activations, Pool
 from offload.engine.atrest import AtRest
-from offload.engine.averaging import Averaging, share
+from offload.engine.averaging import Averaging
 from offload.engine.background import Background
 from offload.engine.build import Found, arena_bytes, make_records, make_shards
 from offload.engine.early import Early
@@ -30,6 +30,7 @@ from offload.engine.gradients import Gradients
 from offload.engine.graph import expected
 from offload.engine.initialise import fill_buffers, initial_values
 from offload.engine.passing import Passing
+from offload.engine.places import Places
 from offload.engine.record import CODES, DTYPES, Record, Unit
 from offload.engine.reduction import Reduction
 from offload.engine.refresh import Refresh
@@ -38,7 +39,6 @@ from offload.engine.slots import Slots
 from offload.engine.sources import MomentSource, ValueSource
 from offload.engine.state import READERS, State, ahead
 from offload.engine.streamer import Streamer, scaled, watch_scalers
-from offload.engine.taking import any_came, check_spent
 from offload.engine.update import Updates
 from offload.errors import BudgetError, ConfigError, OffloadError, RankError
 from offload.memory.arena import Arena, reserve
@@ -145,16 +145,17 @@ class Engine:
         self.background = Background(self.units, self._make_updates(DTYPES[plan.grad]), self.resident, self.stalls)
         self.state = State(self.units, plan.form, self._before_access, self.background, self._refresh, *ranks)
         self.slots = Slots(self.units, plan.slots, self.device, compute, self.frames, self.arena.take, self.background, *ranks)
-        self.gradients = Gradients(self.units, self.records, DTYPES[plan.grad], self.device, self.frames, self.resident, plan.accumulate)
+        self.places = Places(self.units, DTYPES[plan.grad], self.device, self.frames, self.resident)
+        self.gradients = Gradients(self.units, self.records, self.places, self.device, self.resident, plan.accumulate)
         self.passing = Passing(plan.places, plan.passing, self.background.let_go)
-        self.gradients.let_go = self.passing.let_go
+        self.places.let_go = self.passing.let_go
         if self.world is not None:
             self._build_shared(plan, self.world)
         self.values = [ValueSource(r, self) for r in self.records]
 
     def _build_shared(self, plan: Plan, world: World) -> None:
         """What several ranks need besides."""
-        self.reduction = share(self.gradients, plan.share, DTYPES[plan.moves], world)
+        self.reduction = self.gradients.share(plan.share, DTYPES[plan.moves], world)
         self.reduction.average = Averaging(self.gradients, world, self.reduction.queue).start
         if plan.share.divides("optimizer") and not plan.share.divides("parameter"):
             background = self.background
@@ -212,8 +213,8 @@ class Engine:
             watch_scalers()
         self.state.give_up = self.slots.give_up
         self.state.guard = lambda record: self.early.guard_use(record.unit)
-        self.gradients.guard, self.gradients.came, self.gradients.takes = self.early.guard, self.early.came, self.early.takes
-        self.gradients.claim = self.early.claim
+        self.gradients.guard, self.gradients.came, self.gradients.claim = self.early.guard, self.early.came, self.early.claim
+        self.places.takes = self.early.takes
         if self.reduction is not None:
             self.gradients.came = self.reduction.came
             self.streamer.after_backward = self._after_backward
@@ -249,13 +250,13 @@ class Engine:
             made = self.plan.closed(Batch(*batch))
             if self.job is not None:
                 self.job.agree([made.activations, made.kept], "the treatment of activations (budgets are to be the same)")
-            if made.summed and (any_came(self.gradients) or not self._can_sum):
+            if made.summed and (self.gradients.entries.any_came() or not self._can_sum):
                 made = replace(made, summed=frozenset())  # some are summed elsewhere already
             if made.boundaries.nbytes:
                 self._reserve_boundaries(made.boundaries)
             if made.summed:
                 self._open_sums(made)
-                self.resident.replace(self.gradients.dtype)
+                self.resident.replace(self.places.dtype)
             self.device.keep(made.surge_bytes, made.free_bytes, made.reuses_freed)
             self.plan, self.streamer.recomputed = made, made.recomputed
 
@@ -339,8 +340,8 @@ class Engine:
     def _before_backward(self) -> None:
         if self.closed:
             raise OffloadError("the runtime of this model was closed; prepare the model again")
-        check_spent(self.gradients)
-        if self.gradients.dtype != torch.float32 and any(self.gradients.earlier(r) for r in self.records if r.trained):
+        self.gradients.entries.check_addends(self.records)
+        if self.places.dtype != torch.float32 and any(self.gradients.entries.earlier(r) for r in self.records if r.trained):
             self.early.refuse("a further backward")
             self.widen_gradients()
         self.early.begin(scaled())
@@ -388,7 +389,8 @@ class Engine:
 
         self.background.synchronize()
         self.background.drop()
-        self.gradients.widen(reshard)
+        self.gradients.flush()
+        self.places.widen(reshard)
         self.resident.replace(torch.float32)
         self.background.replace(self._make_updates(torch.float32))
 
@@ -410,7 +412,7 @@ class Engine:
         for u in units:
             self.units[u].gradients = [further(s.nbytes) for s in self.units[u].gradients]
             self.passing.leave(u)
-        self.background.replace(self._make_updates(self.gradients.dtype))
+        self.background.replace(self._make_updates(self.places.dtype))
 
     def _further_shards(self, tier: str, nbytes: int, what: str) -> Callable[[int], Shard]:
         """So many bytes of a budget that has them, beside what was planned; gives what cuts shards from them."""
@@ -467,14 +469,14 @@ class Engine:
         self.gradients.flush()
         self.device.settle()
         self.slots.settle()
-        check_spent(self.gradients, (self.records[n] for n in hypers if not self.early.opened(self.records[n])))
+        entries, left = self.gradients.entries, [n for n in hypers if not self.early.opened(self.records[n])]
+        for number in left:
+            entries.check_kept(self.records[number])
         table = self.background.hyper()
-        for number, fields in hypers.items():
-            if self.early.opened(self.records[number]):
-                continue
-            for key, value in fields.items():
+        for number in left:
+            for key, value in hypers[number].items():
                 table[number][key] = value
-            table[number]["grad_scale"] *= self.gradients.scale_of(self.records[number])
+            table[number]["grad_scale"] *= entries[number].scale
             table[number]["active"] = 1
             self.records[number].version += 1
         order = self.streamer.order.forward()

@@ -101,7 +101,7 @@ class Slots:
         self._fixed = {u.number: self._in_place(u) for u in units if self._rests_in_reach(u)}
         self._fixed_at = {flat.untyped_storage().data_ptr(): (u, f) for u, flats in self._fixed.items() for f, flat in enumerate(flats)}
         self._bytes = [slot_starts(u.layout, DTYPE_NAMES[compute]) for u in units]
-        self._starts = [_starts(u, self) for u in units]
+        self._starts = [self._starts_of(u) for u in units]
 
     def _rests_in_reach(self, unit: Unit) -> bool:
         if self._gathers and unit.layout.flats:
@@ -202,6 +202,12 @@ class Slots:
     def _flat_starts(self, unit: int) -> tuple[int, ...]:
         """The byte in a slot at which each flat of a unit starts, and last where they end."""
         return self._bytes[unit]
+
+    def _starts_of(self, unit: Unit) -> list[tuple[int, Record]]:
+        """(first byte in a slot, parameter) of each of a unit's parameters, in order."""
+        flats = self._flat_starts(unit.number)
+        sizes = [self.slot_dtype(DTYPES[f.dtype]).itemsize for f in unit.layout.flats]
+        return sorted(((flats[r.flat] + r.offset * sizes[r.flat], r) for r in unit.records), key=lambda s: s[0])
 
     def prefetch(self, number: int, nearer: Collection[int] = ()) -> bool:
         """Starts fetching a unit if a slot can be had that is not in use nor holds one of the `nearer` units; whether it is on its way or there."""
@@ -317,10 +323,3 @@ class Slots:
                 first, stop = self._share.span(flat, "parameter")
                 if flat.numel:
                     self._world.gather_into(view, view[first:stop], f"{unit.name}, part {i}").wait()
-
-
-def _starts(unit: Unit, slots: Slots) -> list[tuple[int, Record]]:
-    """(first byte in a slot, parameter) of each of a unit's parameters, in order."""
-    flats = slots._flat_starts(unit.number)
-    sizes = [slots.slot_dtype(DTYPES[f.dtype]).itemsize for f in unit.layout.flats]
-    return sorted(((flats[r.flat] + r.offset * sizes[r.flat], r) for r in unit.records), key=lambda s: s[0])

@@ -92,24 +92,24 @@ class GradientSource:
 
     @property
     def current(self) -> bool:
-        return self.gradients.generation(self.record) == self.generation
+        return self.gradients.entries[self.number].generation == self.generation
 
-    def _check(self) -> None:
+    def check(self) -> None:
         if not self.current:
             raise OffloadError(
                 f"this gradient of {self.record.name} was replaced by that of a later backward; keep a copy (.clone()) of what is needed longer"
             )
 
     def read(self) -> torch.Tensor:
-        self._check()
+        self.check()
         return self.gradients.read(self.record).to(self.dtype).view(self.shape)
 
     def write(self, value: torch.Tensor) -> None:
-        self._check()
+        self.check()
         self.gradients.write(self.record, value)
 
     def zero(self) -> None:
-        self._check()
+        self.check()
         self.gradients.zero(self.record)
 
     def describe(self) -> str:
@@ -122,19 +122,19 @@ class GradientSource:
         """`+=` of a contribution of a later micro-batch, where it rests."""
         if not isinstance(other, Contribution) or other.record is not self.record:
             return False
-        self._check()
+        self.check()
         self.gradients.sum_up(self.record, other)
         return True
 
     def finite(self) -> bool:
         """Whether every element is; known from its norm."""
-        self._check()
+        self.check()
         return math.isfinite(self.gradients.norm_squared(self.record))
 
     def multiply(self, factor: float) -> bool:
         """Multiplies it, moving nothing; False, and nothing done, where it might not then read as if each element had been multiplied."""
-        self._check()
-        if not LEAST_SCALE <= abs(self.gradients.scale_of(self.record) * factor) <= 1.0:
+        self.check()
+        if not LEAST_SCALE <= abs(self.gradients.entries[self.number].scale * factor) <= 1.0:
             return False
         self.gradients.scale([self.record], factor)
         return True
@@ -158,7 +158,7 @@ class Contribution:
         if self.value is not None:
             return self.value
         assert self.landed is not None
-        self.landed._check()
+        self.landed.check()
         return self.gradients.read(self.record).view(self.shape)
 
     def read(self) -> torch.Tensor:
@@ -179,7 +179,7 @@ class Contribution:
             return None
         first, second = (self, other) if self.landed is not None else (other, self)
         if first.landed is not None and second.value is not None:
-            first.landed._check()
+            first.landed.check()
             self.gradients.accumulate(self.record, second)
             return first
         return Contribution(self.record, self.gradients, self.held() + other.held())

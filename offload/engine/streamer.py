@@ -199,7 +199,7 @@ class Streamer:
             if self._backward.task != -1:
                 self._end_backward()  # a backward that raised
             if not self._calls and torch.is_grad_enabled():
-                self.gradients.new_forward()
+                self.gradients.entries.new_forward()
             if self._with_gradients and not torch.is_grad_enabled() and _within_function():
                 self.early.hidden.update(self.owners[number])
             self.order.computed(self.owners[number])

@@ -12,7 +12,7 @@ import torch
 
 from offload.memory.arena import Arena
 from offload.memory.stalls import FETCH, GRADIENT
-from offload.transfer.device import Copy, Device, Landing, Put, _host_view, _through_frames
+from offload.transfer.device import Copy, Device, Landing, Put, host_view, through_frames
 from offload.transfer.frames import FramePool
 from offload.transfer.queue import SwapQueue, Transfer
 
@@ -118,11 +118,11 @@ class CudaDevice(Device):
                 self._copy_in.wait_event(free)
                 for copy in copies:
                     if copy.shard.memory is not None:
-                        host = _host_view(copy)
+                        host = host_view(copy)
                         copy.target.view(-1).copy_(host if copy.plain else host.to(copy.target.dtype), non_blocking=True)
                     else:
                         assert frames is not None
-                        _through_frames(copy, frames, put)
+                        through_frames(copy, frames, put)
                 if then is not None:
                     then()  # what it starts and waits for, this stream waits for
                 arrived.record(self._copy_in)

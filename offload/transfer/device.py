@@ -182,7 +182,7 @@ def _pieces(copy: Copy, frame_bytes: int) -> list[tuple[int, int]]:
     return [(i, min(most, n - i)) for i in range(0, n, most)]
 
 
-def _through_frames(copy: Copy, frames: FramePool, put: Put) -> None:
+def through_frames(copy: Copy, frames: FramePool, put: Put) -> None:
     """Reads a shard on NVMe piece by piece through a staging buffer; `put(target, staged)` takes each piece on."""
     flat = copy.target.view(-1)
     frame = frames.take()
@@ -203,7 +203,7 @@ def _put(target: torch.Tensor, staged: torch.Tensor) -> None:
         target.copy_(staged)
 
 
-def _host_view(copy: Copy) -> torch.Tensor:
+def host_view(copy: Copy) -> torch.Tensor:
     assert copy.shard.memory is not None
     return copy.shard.memory[copy.start : copy.start + copy.nbytes].view(copy.dtype)
 
@@ -256,12 +256,12 @@ class CpuDevice(Device):
         with self.stalls.waiting(FETCH):
             for copy in copies:
                 if copy.shard.memory is not None:
-                    put(copy.target.view(-1), _host_view(copy))
+                    put(copy.target.view(-1), host_view(copy))
                 elif copy.plain:
                     parts.append(copy.shard.read_async(copy.start, copy.target.view(-1).view(torch.uint8)))
                 else:
                     assert frames is not None
-                    _through_frames(copy, frames, _put)
+                    through_frames(copy, frames, _put)
         return _Several(parts)
 
     def send(self, source: torch.Tensor, land: Landing) -> Transfer:
@@ -316,10 +316,10 @@ class SimDevice(Device):
             ready()
             for copy in copies:
                 if copy.shard.memory is not None:
-                    _put(copy.target.view(-1), _host_view(copy))
+                    _put(copy.target.view(-1), host_view(copy))
                 else:
                     assert frames is not None
-                    _through_frames(copy, frames, _put)
+                    through_frames(copy, frames, _put)
             if then is not None:
                 then()
 
