@@ -1,7 +1,8 @@
-"""What a result file says besides its figures: machine, versions, commit, command, and what else ran."""
+"""What a bench is asked for and what becomes of its figures: a file says machine, versions, commit, command, and what else ran, besides them."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -27,4 +28,20 @@ def save(figures: dict[str, Any], path: Path) -> dict[str, Any]:
     whole = describe() | figures
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(whole, indent=1) + "\n")
+    return whole
+
+
+def parser(description: str | None, default: str | None = None, out: str = "a file for the result") -> argparse.ArgumentParser:
+    """With --json and --out, which is the result `default` unless given."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", action="store_true")
+    made.add_argument("--out", type=Path, default=RESULTS / default if default else None, help=out)
+    return made
+
+
+def finish(figures: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
+    """Saves and prints what the arguments say; returns all that was saved."""
+    whole = save(figures, given.out) if given.out else figures
+    if given.json:
+        print(json.dumps(whole))
     return whole

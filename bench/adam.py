@@ -10,10 +10,7 @@ it writes; an array that is only read shows what reading alone can do.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,11 +34,9 @@ def read_rate(n: int, rounds: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _result.parser(__doc__)
     parser.add_argument("--params", type=int, default=64, help="Mi parameters; well over the last-level cache")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, help="a file for the result")
     given = parser.parse_args()
     n = given.params << 20
     torch.set_num_threads(_core.default_threads())
@@ -52,9 +47,8 @@ def main() -> None:
         "read_gb_per_second": round(read_rate(n, given.rounds), 2),
         "rows": [{k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()} for row in adam_rates(n, rounds=given.rounds)],
     }
-    whole = _result.save(figures, given.out) if given.out else figures
+    _result.finish(figures, given)
     if given.json:
-        print(json.dumps(whole))
         return
     for row in figures["rows"]:
         print(", ".join(f"{key} {value}" for key, value in row.items()))

@@ -9,7 +9,6 @@ for each; what a step of one budget takes is compared with the next smaller one'
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -117,14 +116,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _result.parser(__doc__)
     _llama.add_sizes(parser, width=768, blocks=10, vocabulary=16384, tokens=256)
     parser.add_argument("--points", type=int, default=9)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--path", type=Path, default=Path("/var/tmp"), help="a directory on the drive to swap to")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, help="a file for the result")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="offload-bench-", dir=given.path) as directory:
         sweep = Sweep(_llama.sizes(given), Path(directory))
@@ -135,11 +132,9 @@ def main() -> None:
     }.items() if wrong]  # fmt: skip
     figures: dict[str, Any] = {"sizes": _llama.sizes(given), "device_bytes": sweep.device, "steps": given.steps, "noise": NOISE, "failed": failed,
                                "rows": rows}  # fmt: skip
-    whole = _result.save(figures, given.out) if given.out else figures
+    _result.finish(figures, given)
     if given.out:
         plot(rows, given.out.with_suffix(".svg"))
-    if given.json:
-        print(json.dumps(whole))
     if failed:
         raise SystemExit("; ".join(failed))
 

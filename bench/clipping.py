@@ -7,10 +7,7 @@ One prepared model; stretches of `--steps` steps take turns, and which of a pair
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-from pathlib import Path
 from typing import Any
 
 import _llama
@@ -22,12 +19,10 @@ ACTIVE, IDLE = 1e-3, 1e6  # norms of this model's gradients lie between
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _result.parser(__doc__)
     _llama.add_sizes(parser, width=768, blocks=8, vocabulary=16384, tokens=256)
     parser.add_argument("--steps", type=int, default=4, help="of a stretch; an even number")
     parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, help="a file for the result")
     given = parser.parse_args()
     shares = {"0%": [IDLE] * given.steps, "50%": [ACTIVE, IDLE] * (given.steps // 2), "100%": [ACTIVE] * given.steps}
     rows: list[dict[str, Any]] = []
@@ -47,9 +42,7 @@ def main() -> None:
             if not given.json:
                 print(f"clipped in {share} of steps: {clipped:.3f} s a step, {plain:.3f} without, ratio {rows[-1]['ratio']:.3f}", flush=True)
     figures: dict[str, Any] = {"parameters": parameters, "sizes": _llama.sizes(given), "steps": given.steps, "limit": LIMIT, "rows": rows}
-    whole = _result.save(figures, given.out) if given.out else figures
-    if given.json:
-        print(json.dumps(whole))
+    _result.finish(figures, given)
     if any(row["ratio"] > LIMIT for row in rows):
         raise SystemExit(f"clipping costs more than {LIMIT - 1:.0%}")
 

@@ -7,8 +7,6 @@ The combinations are those of tests/overlap.py: where updates run, accumulation,
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 import time
@@ -23,10 +21,8 @@ import overlap
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _result.parser(__doc__)
     parser.add_argument("--seeds", type=int, default=50)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, help="a file for the result")
     given = parser.parse_args()
     references: dict[Any, Any] = {}
     rows, wrong = [], []
@@ -41,9 +37,7 @@ def main() -> None:
             if not given.json:
                 print(f"{which} on {device}: {given.seeds} seeds, {seconds} s", flush=True)
     figures = {"runs": len(rows) * given.seeds, "wrong": wrong, "rows": rows}
-    whole = _result.save(figures, given.out) if given.out else figures
-    if given.json:
-        print(json.dumps(whole))
+    _result.finish(figures, given)
     if wrong:
         raise SystemExit("\n".join(wrong))
 

@@ -9,11 +9,8 @@ this package's swap engine) reads and writes on the same file system. Nothing ov
 
 from __future__ import annotations
 
-import argparse
 import json
-import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 import tomllib
@@ -24,6 +21,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import _result
+from offload.observe import measure, peers
 
 ADAM_BYTES_PER_SECOND = 40e9
 
@@ -57,32 +55,17 @@ def _recomputed(forward: Any) -> Any:
 
 def disk_bytes_per_second(directory: Path, size: int = 1 << 30) -> tuple[dict[str, float], str]:
     """Bytes a second read and written, and by what they were measured."""
-    if shutil.which("fio"):
-        rates = {}
-        for op in ("write", "read"):
-            where = ["--name=x", f"--filename={directory / 'fio'}", f"--size={size}", f"--rw={op}"]
-            how = ["--bs=1M", "--direct=1", "--ioengine=io_uring", "--iodepth=32", "--output-format=json"]
-            done = subprocess.run(["fio", *where, *how], capture_output=True, text=True, check=True)
-            rates[op] = float(json.loads(done.stdout)["jobs"][0][op]["bw_bytes"])
-        return rates, "fio"
-    import offload
-
-    piece = offload.ops.empty(64 << 20, torch.uint8).random_(0, 255)
-    rates = {}
-    with offload.SwapFile(directory / "swap", size) as file:
-        for op in ("write", "write", "read"):
-            start = time.perf_counter()
-            for transfer in [getattr(file, op)(at, piece) for at in range(0, size, piece.numel())]:
-                transfer.wait()
-            rates[op] = size / (time.perf_counter() - start)
-    return rates, "offload.SwapFile"
+    seconds = {op: peers.fio_seconds(directory / "fio", op, size, depth=32, block=1 << 20) for op in ("write", "read")}
+    by_fio = {op: size / s for op, s in seconds.items() if s is not None}
+    if len(by_fio) == len(seconds):
+        return by_fio, "fio"
+    return {op: 1e9 * rate for op, rate in measure.swap_rates(directory, size).items()}, "offload.SwapFile"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _result.parser(__doc__, "demo.json")
     parser.add_argument("--run", type=Path, default=Path("runs/demo"))
     parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     summary = json.loads((args.run / "summary.json").read_text())
     config = tomllib.loads((args.run / "config.toml").read_text())
@@ -101,10 +84,8 @@ def main() -> None:
         "eval_loss_first": summary["eval_loss_first"], "eval_loss_last": summary["eval_loss_last"],
         "threads": torch.get_num_threads(), "before": "make demo",
     }  # fmt: skip
-    result = _result.save(result, _result.RESULTS / "demo.json")
-    if args.json:
-        print(json.dumps(result))
-    else:
+    _result.finish(result, args)
+    if not args.json:
         print(f"step {result['step_seconds_median']:.3f} s, ratio {result['ratio']:.2f} to the sum of its parts:")
         print(f"compute {compute:.3f} + Adam {adam:.3f} + NVMe {disk:.3f} = {total:.3f} s")
 

@@ -7,8 +7,6 @@ Needs the demo's model (`make demo`, or examples/prepare_smollm2.py). 200 steps 
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -22,10 +20,8 @@ KEPT = ("step_seconds_median", "bound_step_seconds", "predicted_step_seconds", "
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _result.parser(__doc__)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, help="a file for the result")
     given = parser.parse_args()
     rows: dict[str, dict[str, Any]] = {}
     for name, settings in {"within budgets": {}, "in memory": _train.IN_MEMORY}.items():
@@ -37,10 +33,8 @@ def main() -> None:
     equal = not differing and all(ours[key] == memory[key] for key in ("digest", "eval_loss_first", "eval_loss_last"))
     over = ours["step_seconds_median"] / ours["bound_step_seconds"]
     figures = {"steps": given.steps, "equal": equal, "differing_steps": differing, "over_bound": round(over, 4), "limit": LIMIT, "runs": rows}
-    whole = _result.save(figures, given.out) if given.out else figures
-    if given.json:
-        print(json.dumps(whole))
-    else:
+    _result.finish(figures, given)
+    if not given.json:
         print(f"{given.steps} steps: losses, evaluations and digest {'equal' if equal else 'DIFFER'}")
         print(f"median step {ours['step_seconds_median']:.3f} s, {over:.2f} of its bound; in memory {memory['step_seconds_median']:.3f} s")
     if not equal or over > LIMIT:

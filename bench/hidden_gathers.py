@@ -28,8 +28,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
+
+import _children
+import _result
 
 LIMIT = 0.9
 MODES = {"none": (False, False), "reductions": (False, True), "all": (True, True), "free": (True, True)}  # whether gathers and reductions are sent
@@ -76,18 +78,12 @@ def timed(mode: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """What each rank found."""
     gathers, reductions = MODES[mode]
     given = json.dumps(settings | {"gathers": gathers, "reductions": reductions})
-    processes = []
-    for rank in range(2):
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": ENDS[rank], "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
-        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT}
-        command = ["ip", "netns", "exec", SPACES[rank], sys.executable, __file__, "--as-rank", given]
-        processes.append(subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment))
-    found = []
-    for process, (out, err) in zip(processes, [process.communicate() for process in processes], strict=True):
-        line = next((line for line in out.splitlines() if line.startswith("@")), None)
-        if process.returncode or line is None:
-            raise SystemExit(f"{mode}: {(err.strip().splitlines() or [f'exit {process.returncode}'])[-1]}")
-        found.append(json.loads(line[1:]))
+    found = _children.ranks(
+        2, lambda rank: ["ip", "netns", "exec", SPACES[rank], sys.executable, __file__, "--as-rank", given],
+        GLOO_SOCKET_IFNAME=lambda rank: ENDS[rank], MASTER_ADDR=lambda _: ADDRESSES[0], MASTER_PORT=lambda _: PORT,
+    )  # fmt: skip
+    if isinstance(found, str):
+        raise SystemExit(f"{mode}: {found}")
     return found
 
 
@@ -148,7 +144,7 @@ def as_rank(settings: dict[str, Any]) -> None:
         seconds, stats = time.perf_counter() - start, run.runtime.stats()
     found = {"seconds": seconds, "moved": {k: stats["moved_bytes"][k] for k in ("all_gather", "reduce_scatter")}, "stalls": stats["stall_seconds"]}
     per_step = {k: v / settings["steps"] if k == "seconds" else {c: x / settings["steps"] for c, x in v.items()} for k, v in found.items()}
-    print("@" + json.dumps(per_step), flush=True)
+    _children.tell(per_step)
     world.close()
 
 
@@ -188,7 +184,7 @@ def measure(settings: dict[str, Any], rounds: int, share: float, say: Any) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _result.parser(__doc__)
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)
     parser.add_argument("--share", type=float, default=0.5, help="of a step's time without communication, that all of its bytes are on the wire")
     parser.add_argument("--steps", type=int, default=2)
@@ -197,8 +193,6 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--blocks", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, help="a file for the result")
     given = parser.parse_args()
     if given.as_rank is not None:
         as_rank(json.loads(given.as_rank))
@@ -206,16 +200,13 @@ def main() -> None:
     if os.geteuid() or shutil.which("tc") is None:
         print("SKIPPED: network namespaces and their bandwidth want root, and ip and tc (Debian: iproute2)", file=sys.stderr)
         return
-    import _result
-
     sizes = {"width": given.width, "blocks": given.blocks, "vocabulary": 1024, "tokens": given.tokens}
     settings = {"sizes": sizes, "steps": given.steps, "warm": given.warm}
     found = measure(settings, given.rounds, given.share, (lambda text: None) if given.json else lambda text: print(text, flush=True))
     whole: dict[str, Any] = settings | {"share": given.share, "rounds": given.rounds} | found
     whole |= {"limit": LIMIT, "holds": found["hidden_gathers"] >= LIMIT}
-    whole = _result.save(whole, given.out) if given.out else whole
+    _result.finish(whole, given)
     if given.json:
-        print(json.dumps(whole))
         return
     verdict = "holds" if whole["holds"] else "DOES NOT HOLD"
     print(f"hidden: {found['hidden_gathers']:.1%} of gathers' time on the wire (at least {LIMIT:.0%}: {verdict}), "

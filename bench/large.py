@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import _result
-from offload.config import parse_size
+from offload.config import parse_size, toml_text
 from offload.memory.limits import host_limits
 
 GIB = 1 << 30
@@ -57,13 +57,7 @@ def run_file(config: dict[str, int], form: str, given: argparse.Namespace, where
         "optimizer": {"lr": 1e-4},
         "train": {"steps": given.steps, "device": "cpu", "activations": "recompute"},
     }
-
-    def text(value: Any) -> str:
-        if isinstance(value, dict):
-            return "{ " + ", ".join(f"{k} = {text(v)}" for k, v in value.items()) + " }"
-        return json.dumps(value)
-
-    return "\n".join(f"[{name}]\n" + "".join(f"{k} = {text(v)}\n" for k, v in table.items()) for name, table in tables.items())
+    return toml_text(tables)
 
 
 def planned(path: Path) -> dict[str, Any] | None:
@@ -135,7 +129,7 @@ def row(form: str, given: argparse.Namespace, where: Path) -> dict[str, Any]:
 def arguments() -> argparse.Namespace:
     memory = max(2 * GIB, host_limits().available - BASE - MARGIN)
     device = min(3 * GIB, memory // 4)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _result.parser(__doc__, out="a file for the result; the other form that it has stays")
     parser.add_argument("--form", choices=list(FORMS), help="one of the forms")
     parser.add_argument("--params", type=float, default=0.0, help="parameters, about; the most that fit unless given")
     parser.add_argument("--device", default=f"{device // GIB or 1}GiB", help="budget")
@@ -143,8 +137,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--where", type=Path, default=Path("/var/tmp"), help="a directory on the drive")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, help="a file for the result; the other form that it has stays")
     return parser.parse_args()
 
 

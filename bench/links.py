@@ -11,7 +11,6 @@ stands for it here. Compute leaves one core to the threads that play copy engine
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -19,7 +18,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,20 +116,16 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _result.parser(__doc__)
     _llama.add_sizes(parser, width=512, blocks=24, vocabulary=4096, tokens=512)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="times of the links over that of compute; 0: no limit")
     parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1), help="of compute")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, help="a file for the result")
     given = parser.parse_args()
     figures = measure(given)
-    whole = _result.save(figures, given.out) if given.out else figures
-    if given.json:
-        print(json.dumps(whole))
-    else:
+    _result.finish(figures, given)
+    if not given.json:
         for row in figures["rows"]:
             print(", ".join(f"{key} {value}" for key, value in row.items()))
     if any(row["ratio"] > LIMIT for row in figures["rows"]):

@@ -8,8 +8,6 @@ figure is the least of them over the greatest, and what they moved together over
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import statistics
 import tempfile
@@ -66,13 +64,11 @@ def at_once(ranks: int, op: str, seconds: float, where: Path) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _result.parser(__doc__)
     parser.add_argument("--path", type=Path, default=Path("/var/tmp"), help="a directory on the drive")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=5)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, help="a file for the result")
     given = parser.parse_args()
     rows = []
     for op in OPS:
@@ -89,8 +85,9 @@ def main() -> None:
             print(f"{op:6} least over greatest {rows[-1]['least_over_greatest']:.2f}, together {of_one:.2f} x one alone; MiB/s {rates}", flush=True)
     whole: dict[str, Any] = {"ranks": given.ranks, "seconds": given.seconds, "rounds": given.rounds, "rows": rows, "limit": LIMIT,
                              "holds": all(row["least_over_greatest"] >= LIMIT for row in rows)}  # fmt: skip
-    whole = _result.save(whole, given.out) if given.out else whole
-    print(json.dumps(whole) if given.json else f"at least {LIMIT} {'holds' if whole['holds'] else 'DOES NOT HOLD'}")
+    _result.finish(whole, given)
+    if not given.json:
+        print(f"at least {LIMIT} {'holds' if whole['holds'] else 'DOES NOT HOLD'}")
 
 
 if __name__ == "__main__":

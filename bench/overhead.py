@@ -9,8 +9,6 @@ their Python counts too. Updates run outside of what is timed. Then one wait tha
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -76,10 +74,9 @@ def call_us(call: Any) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _result.parser(__doc__, "overhead.json")
     parser.add_argument("--units", type=int, default=64)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     stalls, recorder = Stalls(), Recorder()
@@ -96,10 +93,8 @@ def main() -> None:
         }
     figures = {"units": args.units, "steps": args.steps, "unit_pass_us": passes, "wait_us": call_us(wait),
                "span_us": call_us(lambda: recorder.span("compute", "x", 0.0))}  # fmt: skip
-    whole = _result.save(figures, _result.RESULTS / "overhead.json")
-    if args.json:
-        print(json.dumps(whole))
-    else:
+    _result.finish(figures, args)
+    if not args.json:
         for name, us in passes.items():
             print(f"{name}: {us:.0f} us a unit and pass")
         print(f"a wait {figures['wait_us']:.2f} us, a span {figures['span_us']:.2f} us")

@@ -8,17 +8,14 @@ The ratio is the median of those of a round's two. Stage 3 is against FSDP2 that
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
+import _children
 import _contenders
 import _llama
 import _result
@@ -28,35 +25,18 @@ RANKS = 2
 OURS, PEER = "ours, all in host", "FSDP2"
 
 
-def free_port() -> int:
+def free_port() -> str:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def together(command: list[str]) -> list[dict[str, float]] | str:
-    """What each rank found, or the last that one of them said."""
-    shared = {**os.environ, "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    shared["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // RANKS))
-    processes = [
-        subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**shared, "RANK": str(r), "LOCAL_RANK": str(r)})
-        for r in range(RANKS)
-    ]
-    ended = [process.communicate() for process in processes]
-    found = []
-    for process, (out, err) in zip(processes, ended, strict=True):
-        line = next((line for line in out.splitlines() if line.startswith("@")), None)
-        if process.returncode or line is None:
-            return (err.strip().splitlines() or [f"exit {process.returncode}"])[-1]
-        found.append(json.loads(line[1:]))
-    return found
+        return str(listener.getsockname()[1])
 
 
 def measured(name: str, settings: dict[str, Any]) -> dict[str, float]:
     """Seconds of the slower rank, and the memory of both."""
     with tempfile.TemporaryDirectory(prefix="offload-bench-") as directory:
-        found = together([sys.executable, _contenders.__file__, name, json.dumps(settings | {"directory": directory})])
+        command = [sys.executable, _contenders.__file__, name, json.dumps(settings | {"directory": directory})]
+        port = free_port()
+        found = _children.ranks(RANKS, lambda _: command, MASTER_ADDR=lambda _: "127.0.0.1", MASTER_PORT=lambda _: port)
     if isinstance(found, str):
         raise SystemExit(f"{name}: {found}")
     return {"seconds": max(rank["seconds"] for rank in found), "rss": sum(rank["rss"] for rank in found)}
@@ -72,14 +52,12 @@ def table(taken: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _result.parser(__doc__)
     _llama.add_sizes(parser, width=768, blocks=12, vocabulary=32000, tokens=512)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--stage", type=int, choices=(2, 3), default=3)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, help="a file for the result")
     given = parser.parse_args()
     settings = {"sizes": _llama.sizes(given), "steps": given.steps, "warm": given.warm, "stage": given.stage, "device": "2GiB", "host": "4GiB",
                 "nvme": "0"}  # fmt: skip
@@ -93,9 +71,8 @@ def main() -> None:
     ratio = statistics.median(ratios)
     whole: dict[str, Any] = settings | {"ranks": RANKS, "rounds": given.rounds, "rows": table(taken), "ours_over_fsdp2": round(ratio, 3),
                                         "all_ratios": [round(r, 3) for r in ratios], "limit": LIMIT, "holds": ratio <= LIMIT}  # fmt: skip
-    whole = _result.save(whole, given.out) if given.out else whole
+    _result.finish(whole, given)
     if given.json:
-        print(json.dumps(whole))
         return
     for row in whole["rows"]:
         print(f"{row['what']:24} {row['seconds']:8.3f} s a step, {row['rss_gib_all_ranks']:.2f} GiB on {RANKS} ranks")

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import mmap
 import os
 import shutil
@@ -162,13 +161,11 @@ def row(name: str, given: argparse.Namespace, where: Path, probe: measure.SwapPr
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _result.parser(__doc__)
     parser.add_argument("--layers", type=int, default=32, help="of 4.2 M parameters")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--where", type=Path, default=Path("/var/tmp"), help="a directory on the drive")
     parser.add_argument("--only", choices=list(FORMS))
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, help="a file for the result")
     given = parser.parse_args()
     rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="offload-bench-", dir=given.where) as scratch:
@@ -183,10 +180,8 @@ def main() -> None:
                 rows[name] = row(name, given, where, probe, memory)
         finally:
             probe.close()
-    figures = _result.save({"layers": given.layers, "limit": LIMIT, "forms": rows}, given.out) if given.out else {"forms": rows}
-    if given.json:
-        print(json.dumps(figures))
-    else:
+    _result.finish({"layers": given.layers, "limit": LIMIT, "forms": rows}, given)
+    if not given.json:
         for name, r in rows.items():
             ways = ", ".join(f"{way} in {r['seconds'][way]:.2f} s: {r['ratio'][way]:.3f}" for way in r["seconds"])
             print(f"{name}: {r['bytes_written'] / 1e9:.2f} GB, bound {r['bound_seconds']:.2f} s; {ways}; to a plain new file "

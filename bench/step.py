@@ -9,7 +9,6 @@ DeepSpeed takes the memory it takes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -18,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import _children
 import _contenders
 import _llama
 import _result
@@ -35,12 +35,7 @@ def measured(name: str, python: str, settings: dict[str, Any], path: Path) -> di
     """Seconds and memory, or the last that a contender said."""
     with tempfile.TemporaryDirectory(prefix="offload-bench-", dir=path) as directory:
         command = [python, _contenders.__file__, name, json.dumps(settings | {"directory": directory})]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    line = next((line for line in done.stdout.splitlines() if line.startswith("@")), None)
-    if done.returncode or line is None:
-        return (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
-    found: dict[str, float] = json.loads(line[1:])
-    return found
+        return _children.alone(command)
 
 
 def table(taken: dict[str, list[dict[str, float]]], tokens: int) -> list[dict[str, Any]]:
@@ -58,7 +53,7 @@ def table(taken: dict[str, list[dict[str, float]]], tokens: int) -> list[dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _result.parser(__doc__)
     _llama.add_sizes(parser, width=1024, blocks=16, vocabulary=32000, tokens=512)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm", type=int, default=2)
@@ -66,8 +61,6 @@ def main() -> None:
     parser.add_argument("--peers", default=sys.executable, help="an interpreter with torch, transformers and DeepSpeed")
     parser.add_argument("--only", action="append", choices=list(_contenders.CONTENDERS), help="one of the contenders; may be given again")
     parser.add_argument("--path", type=Path, default=Path("/var/tmp"), help="a directory on the drive to swap to")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, help="a file for the result")
     given = parser.parse_args()
     settings = {"sizes": _llama.sizes(given), "steps": given.steps, "warm": given.warm, "device": "2GiB", "host": "6GiB",
                 "nvme_device": "1GiB", "nvme_host": "2GiB", "nvme": "8GiB"}  # fmt: skip
@@ -87,9 +80,8 @@ def main() -> None:
                 print(f"round {i + 1}, {name}: {found if isinstance(found, str) else round(found['seconds'], 3)}", flush=True)
     rows = table(taken, given.tokens)
     whole: dict[str, Any] = settings | {"rounds": given.rounds, "failed": failed, "rows": rows}
-    whole = _result.save(whole, given.out) if given.out else whole
+    _result.finish(whole, given)
     if given.json:
-        print(json.dumps(whole))
         return
     for row in rows:
         over = f"{row['over_ours']:.2f} x ours" if row["over_ours"] else ""

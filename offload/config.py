@@ -399,8 +399,7 @@ class RunConfig(_Table):
 
     def to_toml(self) -> str:
         """The resolved run file: defaults filled in, paths absolute."""
-        tables = self.model_dump(exclude_none=True)
-        return "\n".join(f"[{name}]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in table.items()) for name, table in tables.items())
+        return toml_text(self.model_dump(exclude_none=True))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -468,6 +467,11 @@ def _explain(error: ValidationError) -> str:
     if isinstance(first["input"], dict) or first["type"] == "value_error":
         return (message if message.startswith("give ") or not loc else f"{loc}: {message}") + more
     return f"{loc} = {shown(first['input'])}: {message[0].lower()}{message[1:]}{more}"
+
+
+def toml_text(tables: Mapping[str, Mapping[str, object]]) -> str:
+    """A run file of these tables, a line for each key."""
+    return "\n".join(f"[{name}]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in table.items()) for name, table in tables.items())
 
 
 def _toml_key(key: str) -> str:

@@ -44,33 +44,17 @@ from offload.config import RunConfig
 from offload.train.checkpoints import Checkpoints, fixed, go_on_from, position, random_state
 from offload.train.model import load_config
 from offload.train.rundir import RunDirectory
+from runs import SMALL, sizes
 
 ROOM = 512 << 20  # bytes of address space that reading a file of a few KiB may take
-RUN = """
-[model]
-type = "llama"
-config = { vocab_size = 96, hidden_size = 24, intermediate_size = 40, num_hidden_layers = 2, num_attention_heads = 2 }
-[data]
-source = "random"
-held_out = 0.05
-seq_length = 16
-[tiers]
-device = "64MiB"
-host = "32MiB"
-nvme = [["swap", "64MiB"]]
-place = { optimizer = "nvme" }
-[precision]
-compute = "bf16"
-[optimizer]
-lr = 1e-2
-betas = [0.9, 0.95]
-clip = 1.0
-[train]
-steps = 3
-device = "cpu"
-[checkpoint]
-every = 1
-"""
+RUN = SMALL.but(
+    model={"config": sizes(96, 24, 40, heads=2)},
+    data={"held_out": 0.05},
+    tiers={"place": {"optimizer": "nvme"}},
+    precision={"compute": "bf16"},
+    optimizer={"betas": [0.9, 0.95], "clip": 1.0},
+    checkpoint={"every": 1},
+)
 
 # What may stand anywhere
 
@@ -163,7 +147,7 @@ TOML_EDITS = st.lists(st.tuples(st.integers(0, 1 << 20), TOML_KINDS, st.sampled_
 
 
 def edited_toml(base: str, edits: list[tuple[int, str, str, str]]) -> str:
-    lines = base.strip().splitlines()
+    lines = [line for line in base.splitlines() if line]
     for n, kind, literal, word in edits:
         at = n % len(lines)
         key = lines[at].partition(" = ")[0]
@@ -251,8 +235,7 @@ class Ground(contextlib.ExitStack):
         logging.getLogger("offload").addHandler(logging.NullHandler())
         self.where, self.prepared = where, self.enter_context(Prepared(where))
         (where / "outside").mkdir()
-        (where / "run.toml").write_text(RUN)
-        self.config = RunConfig.load(where / "run.toml")
+        self.config = RUN.load(where)
         self.model = self.prepared(net(), precision=BF16)
         self.model.register_buffer("mask", torch.ones(3))
         self.optimizer = adam(self.model)
@@ -383,10 +366,10 @@ class Ground(contextlib.ExitStack):
                 refusal(lambda: load_config(config.model))
 
     def run_file(self, edits: Any) -> None:
-        self._run(edited_toml(RUN, edits).encode(errors="replace"))
+        self._run(edited_toml(RUN.text, edits).encode(errors="replace"))
 
     def run_bytes(self, edits: Any) -> None:
-        self._run(edited_bytes(RUN.encode(), edits))
+        self._run(edited_bytes(RUN.text.encode(), edits))
 
     def override(self, change: Any) -> None:
         word, literal = change
@@ -417,7 +400,7 @@ class Ground(contextlib.ExitStack):
         at = self.fresh("run")
         checkpoint = at / "checkpoints/step-00000002"
         checkpoint.mkdir(parents=True)
-        (at / "config.toml").write_text(RUN)
+        RUN.write(at, "config.toml")
         for name, data in self.good.items():
             (checkpoint / name).write_bytes(data)
         (checkpoint / "state.json").write_text(edited_json(self.state, edits))

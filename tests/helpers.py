@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -72,6 +73,15 @@ def noise(shape: Any, seed: int = 0, dtype: torch.dtype = torch.float32) -> torc
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def drawn(n: int, rng: torch.Generator, spread: float, special: Sequence[float] = (), share: float = 0.0) -> torch.Tensor:
+    """`n` normal numbers times `spread`, in fp32, a `share` of them drawn from `special` instead."""
+    x = torch.randn(n, generator=rng) * spread
+    if special and n:
+        where = torch.rand(n, generator=rng) < share
+        x[where] = torch.tensor(special)[torch.randint(len(special), (int(where.sum()),), generator=rng)]
+    return x
+
+
 class Bag(nn.Module):
     """A module that only holds parameters, by name."""
 
@@ -128,6 +138,16 @@ class Prepared(AbstractContextManager["Prepared"]):
             except offload.ConfigError:
                 continue  # the test closed it
         torch.set_num_threads(self._threads)
+
+
+def flip(path: Path, at: int | None = None) -> None:
+    """Turns a bit of a file's byte `at` (None: the middle one; negative: from the end) where it is, and on the drive."""
+    with path.open("r+b") as file:
+        size = os.fstat(file.fileno()).st_size
+        at = size // 2 if at is None else at % size
+        byte = os.pread(file.fileno(), 1, at)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ 8]), at)
+        os.fsync(file.fileno())
 
 
 def plain(t: torch.Tensor) -> torch.Tensor:

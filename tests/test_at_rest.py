@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,6 @@ from torch import nn
 
 import offload
 from helpers import BF16, FP32, SETTINGS, SHAPES, Bag, Prepared, bag, ids, net, noise, same, same_gradients, same_models
-
-
-@pytest.fixture
-def prepared(tmp_path: Path) -> Iterator[Prepared]:
-    with Prepared(tmp_path) as make:
-        yield make
-
 
 everywhere = pytest.mark.parametrize(("device", "place"), SETTINGS)
 DTYPES = [torch.float32, torch.bfloat16]

@@ -7,8 +7,7 @@ import gc
 import io
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,13 +32,6 @@ from helpers import (
     same_gradients,
     same_models,
 )
-
-
-@pytest.fixture
-def prepared(tmp_path: Path) -> Iterator[Prepared]:
-    with Prepared(tmp_path) as make:
-        yield make
-
 
 everywhere = pytest.mark.parametrize(("device", "place"), SETTINGS)
 

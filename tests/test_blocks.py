@@ -24,12 +24,6 @@ from offload.errors import CheckpointError
 
 
 @pytest.fixture
-def prepared(tmp_path: Path) -> Iterator[Prepared]:
-    with Prepared(tmp_path) as make:
-        yield make
-
-
-@pytest.fixture
 def direct(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file of some bytes counts as large, and blocks are small."""
     monkeypatch.setattr(save, "FILE_LEAST", 1)

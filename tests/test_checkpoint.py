@@ -8,7 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,6 @@ from offload.checkpoint.tensorfile import read_header
 from offload.errors import CheckpointError, ConfigError, OffloadError
 
 FILES = ("manifest.json", "state.json", "tensors.safetensors")
-
-
-
-@pytest.fixture
-def prepared(tmp_path: Path) -> Iterator[Prepared]:
-    with Prepared(tmp_path) as make:
-        yield make
 
 
 # Round trips

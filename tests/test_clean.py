@@ -17,6 +17,7 @@ from offload.checkpoint import disk
 from offload.cli import files, main
 from offload.memory.swap import SwapSpace, sweep
 from offload.train.rundir import RunDirectory
+from runs import SMALL
 
 Said = pytest.CaptureFixture[str]
 
@@ -80,11 +81,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_run_directorys_swap_directories(tmp_path: Path, capsys: Said) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.toml").write_text(
-        '[model]\ntype = "llama"\n[data]\nsource = "random"\nseq_length = 8\n[optimizer]\nlr = 1e-3\n[train]\nsteps = 1\n'
-        '[tiers]\ndevice = "1MiB"\nhost = "1MiB"\nnvme = [["../a", "1MiB"], ["../b", "1MiB"], ["../none", "1MiB"]]\n'
-    )
+    SMALL.but(tiers={"nvme": [["../a", "1MiB"], ["../b", "1MiB"], ["../none", "1MiB"]]}).write(tmp_path / "run", "config.toml")
     dead = [stale(tmp_path / "a"), stale(tmp_path / "b")]
     assert [f["path"] for f in clean(capsys, tmp_path / "run")["removed"]] == [str(p) for p in dead]
 
@@ -97,10 +94,7 @@ def test_what_a_killed_run_left_of_saves(tmp_path: Path, capsys: Said) -> None:
         (saving / name / "tensors.safetensors").write_bytes(b"x" * 8192)
     (saving / "spare").write_bytes(b"x" * 8192)
     assert clean(capsys, run) == {"removed": [], "left": []}  # no run's
-    (run / "config.toml").write_text(
-        '[model]\ntype = "llama"\n[data]\nsource = "random"\nseq_length = 8\n[optimizer]\nlr = 1e-3\n[train]\nsteps = 1\n'
-        '[tiers]\ndevice = "1MiB"\nhost = "1MiB"\n'
-    )
+    SMALL.but(tiers={"nvme": None}).write(run, "config.toml")
     with RunDirectory(run):
         found = clean(capsys, run)
         assert not found["removed"] and {str(f["why"]) for f in found["left"]} == {

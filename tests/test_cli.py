@@ -15,33 +15,21 @@ import pytest
 
 from offload.cli import main
 from offload.memory.stalls import CAUSES
+from runs import SMALL, records_of, sizes, summary_of
 
-RUN = """
-[model]
-type = "llama"
-config = { vocab_size = 128, hidden_size = 64, intermediate_size = 128, num_hidden_layers = 2, num_attention_heads = 4 }
-[data]
-source = "random"
-seq_length = 32
-eval_sequences = 2
-[tiers]
-device = "48MiB"
-host = "32MiB"
-nvme = [["swap", "64MiB"]]
-[optimizer]
-lr = 1e-3
-clip = 1.0
-[train]
-steps = 3
-device = "cpu"
-"""
+SIZES = sizes(128, 64, 128)
+RUN = SMALL.but(
+    model={"config": SIZES},
+    data={"seq_length": 32, "eval_sequences": 2},
+    tiers={"device": "48MiB"},
+    optimizer={"lr": 1e-3, "clip": 1.0},
+)
+PATH = {"type": None, "config": None, "path": "model"}
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    path = tmp_path / "run.toml"
-    path.write_text(RUN)
-    return path
+    return RUN.write(tmp_path)
 
 
 @pytest.fixture
@@ -100,17 +88,16 @@ def test_run_files_that_cannot_run(refused, run: Path, override: str, says: str)
 def test_missing_paths(refused, run: Path) -> None:  # type: ignore[no-untyped-def]
     out = ("--out", run.parent / "out")
     assert "cannot read" in refused("train", run.parent / "none.toml", *out)
-    run.write_text(RUN.replace('type = "llama"', 'path = "model"').replace("config = {", "# {"))
+    RUN.but(model=PATH).write(run.parent)
     assert f"no config.json in {run.parent / 'model'}" in refused("train", run, *out)
     assert "cannot write" in refused("train", run, "--out", run / "out")
     assert "--resume" in refused("train", run, "--resume", run.parent / "out", *out)
 
 
 def test_no_text_found(refused, run: Path) -> None:  # type: ignore[no-untyped-def]
-    run.write_text(RUN.replace('type = "llama"', 'path = "model"').replace("config = {", "# {").replace('"random"', '"texts/*.md"'))
+    RUN.but(model=PATH, data={"source": "texts/*.md"}).write(run.parent)
     (run.parent / "model").mkdir()
-    config = {"model_type": "llama", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    (run.parent / "model/config.json").write_text(json.dumps(config))
+    (run.parent / "model/config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
     (run.parent / "model/tokenizer.json").write_text("{}")
     assert f"no file matches {run.parent / 'texts/*.md'}" in refused("train", run, "--out", run.parent / "out")
     (run.parent / "texts").mkdir()
@@ -218,7 +205,7 @@ def test_treatments_of_activations(capsys: pytest.CaptureFixture[str], run: Path
 
 def test_what_stays_on_the_device(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     """The plan says what is summed there and how often units are fetched; a run does that, and computes what it does with less room."""
-    run.write_text(RUN.replace("num_hidden_layers = 2", "num_hidden_layers = 6"))
+    RUN.but(model={"config": SIZES | {"num_hidden_layers": 6}}).write(run.parent)
     settings = ["train.device=sim", "data.accumulate=4", "precision.compute=fp32", "tiers.place.optimizer=host", "data.eval_sequences=0"]
     results = []
     for place, there in (("host", False), (None, True)):
@@ -244,7 +231,7 @@ def test_updates_in_the_backward(capsys: pytest.CaptureFixture[str], monkeypatch
     """Chosen by itself where nothing needs all gradients first; the same bits, for as many units as the schedule says."""
     from offload.train.estimate import Estimate
 
-    run.write_text(RUN.replace("clip = 1.0\n", ""))
+    RUN.but(optimizer={"clip": None}).write(run.parent)
     results = []
     for updates, units in (("forward", 0), ("auto", 2), ("backward", 99)):
         monkeypatch.setattr(Estimate, "early", lambda *_, units=units, **__: units)
@@ -261,7 +248,7 @@ def test_a_run_from_the_command(run: Path) -> None:
     done = command("train", run, "--set", "data.accumulate=2", "--json", cwd=cwd)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
-    assert summary == json.loads((cwd / "runs/run/summary.json").read_text())
+    assert summary == summary_of(cwd / "runs/run")
     wanted = {
         "steps", "tokens", "loss_first", "loss_last", "losses", "eval_loss_first", "eval_loss_last", "parameters", "state_bytes",
         "step_seconds_median", "tokens_per_second", "budget_bytes", "peak_bytes", "moved_bytes", "stall_seconds", "predicted_step_seconds",
@@ -270,7 +257,7 @@ def test_a_run_from_the_command(run: Path) -> None:
     assert wanted <= set(summary) and set(summary["peak_bytes"]) == {"device", "host", "nvme", "rss"}
     assert summary["bound_step_seconds"] > 0 and summary["predicted_step_seconds"] > 0 and summary["limiting_link"] in ("compute", "nvme")
     assert summary["steps"] == 3 == len(summary["losses"]) and summary["tokens"] == 3 * 2 * 32 and not summary["interrupted"]
-    lines = [json.loads(line) for line in (cwd / "runs/run/metrics.jsonl").read_text().splitlines()]
+    lines = records_of(cwd / "runs/run")
     assert [m["step"] for m in lines] == [1, 2, 3] and [m["loss"] for m in lines] == summary["losses"]
     for m in lines:  # where each step's time went, and the whole run's
         assert set(m["stall_seconds"]) == set(CAUSES) and min(m["stall_seconds"].values()) >= 0
@@ -285,6 +272,7 @@ def test_a_run_from_the_command(run: Path) -> None:
     again = command("train", cwd / "runs/run/config.toml", "--out", "runs/run", "--set", "data.accumulate=2", cwd=cwd)
     assert again.returncode == 0 and summary["digest"] in again.stdout and "is replaced" in again.stderr
 
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_cleanly(run: Path, number: signal.Signals) -> None:
     argv = [sys.executable, "-m", "offload", "train", str(run), "--set", "train.steps=100000", "--out", str(run.parent / "out")]
@@ -296,6 +284,6 @@ def test_a_signal_ends_a_run_cleanly(run: Path, number: signal.Signals) -> None:
                 break
         said = process.stderr.read()
     assert process.returncode == 128 + number and "Traceback" not in said and "stopping after this step" in said
-    summary = json.loads((run.parent / "out/summary.json").read_text())
-    assert summary["interrupted"] and summary["steps"] == len((run.parent / "out/metrics.jsonl").read_text().splitlines()) >= 2
+    summary = summary_of(run.parent / "out")
+    assert summary["interrupted"] and summary["steps"] == len(records_of(run.parent / "out")) >= 2
     assert not list((run.parent / "swap").glob("*"))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,12 +32,6 @@ from helpers import (
 )
 
 Touch = Callable[[nn.Module], Any]
-
-
-@pytest.fixture
-def prepared(tmp_path: Path) -> Iterator[Prepared]:
-    with Prepared(tmp_path) as make:
-        yield make
 
 
 everywhere = pytest.mark.parametrize(("device", "place"), SETTINGS)

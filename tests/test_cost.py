@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import offload
-from offload.config import RunConfig
 from offload.observe import profile
 from offload.observe.compute import calls_of, compute_seconds
 from offload.planner.cost import Compute, Rates, Traffic, bound, nvme_seconds, parts, traffic_of
 from offload.train import estimate, model
+from runs import SMALL, sizes
 
 GB = 10**9
 DISK = Rates(2.0 * GB, 4.0 * GB, 3.0 * GB, None, None, 1.0 * GB, shared_cores=True)
@@ -62,23 +62,6 @@ def test_traffic_by_placement(tmp_path: Path, accumulate: int) -> None:
     assert set(vars(traffic_of(plan, direct=False, accumulate=accumulate)).values()) == {0}  # whole on the device, and updated there
 
 
-RUN = """
-[model]
-type = "{kind}"
-config = {{ vocab_size = 96, hidden_size = 32, intermediate_size = 48, num_hidden_layers = 3, num_attention_heads = 2 }}
-[data]
-source = "random"
-seq_length = 16
-[tiers]
-device = "48MiB"
-host = "32MiB"
-nvme = [["swap", "64MiB"]]
-[train]
-steps = 1
-device = "cpu"
-"""
-
-
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("in_chunks", [True, False])
 def test_a_model_is_measured_by_its_kinds_of_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, in_chunks: bool) -> None:
@@ -86,8 +69,8 @@ def test_a_model_is_measured_by_its_kinds_of_unit(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(estimate, "PROBE_BYTES", 4 << 20)
     monkeypatch.setattr(estimate, "PARAMETERS", 1 << 16)
-    (tmp_path / "run.toml").write_text(RUN.format(kind=kind))
-    config = RunConfig.load(str(tmp_path / "run.toml"), [])
+    run = SMALL.but(model={"type": kind, "config": sizes(96, 32, 48, layers=3, heads=2)}, tiers={"device": "48MiB"}, train={"steps": 1})
+    config = run.load(tmp_path)
     planned = model.plan(model.load_config(config.model), config, "cpu", in_chunks)
     found = estimate.estimate(model.load_config(config.model), config, planned, in_chunks, torch.device("cpu"))
     blocks = [u for u in found.units if u.again]

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,45 +20,22 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
-    GPT2Config,
-    LlamaConfig,
-    MixtralConfig,
-    PretrainedConfig,
     PreTrainedModel,
-    Qwen3MoeConfig,
 )
 
 import offload
-from helpers import BF16, FP32, Prepared, bag, ids, net, noise, plain, same, same_models
+from helpers import BF16, FP32, Prepared, bag, flip, ids, net, noise, plain, same, same_models
+from hub import CONFIGS, SIZES, hub
 from offload.checkpoint import export, names, writer
 from offload.checkpoint.content import SavedParameter, SavedPrecision, SavedState
 from offload.checkpoint.weights import Loaded, header
 from offload.cli import export as cli_export
 from offload.cli import main
 from offload.engine.record import DTYPE_NAMES
+from runs import SMALL
 
 INDEX = "model.safetensors.index.json"
-SIZES = {"vocab_size": 96, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
-EXPERTS = {"num_key_value_heads": 2, "head_dim": 12, "num_experts_per_tok": 2}
-CONFIGS: dict[str, Any] = {
-    "llama": lambda: LlamaConfig(**SIZES, intermediate_size=40, tie_word_embeddings=False),
-    "llama tied": lambda: LlamaConfig(**SIZES, intermediate_size=40, tie_word_embeddings=True),
-    "gpt2": lambda: GPT2Config(vocab_size=96, n_positions=32, n_embd=24, n_layer=2, n_head=2),
-    "mixtral": lambda: MixtralConfig(**SIZES, **EXPERTS, intermediate_size=40, num_local_experts=4),
-    "qwen3 moe": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS, intermediate_size=40, moe_intermediate_size=24, num_experts=4),
-}
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-
-
-@pytest.fixture
-def prepared(tmp_path: Path) -> Iterator[Prepared]:
-    with Prepared(tmp_path) as make:
-        yield make
-
-
-def hub(config: PretrainedConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()  # type: ignore[no-any-return]
 
 
 def on_meta(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -97,7 +73,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize(("dtype", "place"), [(torch.float32, "host"), (torch.float32, "nvme"), (torch.bfloat16, "host")])
 def test_in_and_out_again(prepared: Prepared, tmp_path: Path, kind: str, shard: str, dtype: torch.dtype, place: str) -> None:
     """The files are transformers' own to the bit, and its model from them is the one that was saved."""
-    want = hub(CONFIGS[kind](), dtype)
+    want = hub(kind, dtype)
     want.save_pretrained(tmp_path / "in", max_shard_size=shard)
     twin = prepared(on_meta(tmp_path / "in", dtype), place, keep=True, precision=FP32 if dtype == torch.float32 and place == "host" else BF16)
     loaded = offload.load_pretrained(twin, tmp_path / "in")
@@ -118,9 +94,9 @@ def test_in_and_out_again(prepared: Prepared, tmp_path: Path, kind: str, shard: 
 
 def test_tensors_whose_names_and_form_are_the_models_own(prepared: Prepared, tmp_path: Path) -> None:
     """transformers writes them so with save_original_format=False."""
-    want = hub(CONFIGS["mixtral"]())
+    want = hub("mixtral")
     want.save_pretrained(tmp_path / "in", save_original_format=False)
-    twin = prepared(hub(CONFIGS["mixtral"](), seed=1))
+    twin = prepared(hub("mixtral", seed=1))
     loaded = offload.load_pretrained(twin, tmp_path / "in")
     assert loaded.unexpected == []
     same_models(twin, want)
@@ -187,9 +163,9 @@ def test_older_names_are_known(prepared: Prepared, tmp_path: Path) -> None:
 
 
 def test_what_is_missing_stays_where_that_is_asked_for(prepared: Prepared, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    want = hub(CONFIGS["llama"]())
+    want = hub("llama")
     want.base_model.save_pretrained(tmp_path / "in")
-    twin, before = prepared(hub(CONFIGS["llama"](), seed=1)), hub(CONFIGS["llama"](), seed=1)
+    twin, before = prepared(hub("llama", seed=1)), hub("llama", seed=1)
     with pytest.raises(offload.CheckpointError, match=r"lm_head\.weight.*strict=False"):
         offload.load_pretrained(twin, tmp_path / "in")
     assert offload.load_pretrained(twin, tmp_path / "in", strict=False).missing == ["lm_head.weight"]
@@ -199,17 +175,17 @@ def test_what_is_missing_stays_where_that_is_asked_for(prepared: Prepared, tmp_p
 
 
 def test_an_expert_that_is_missing(prepared: Prepared, tmp_path: Path) -> None:
-    want = hub(CONFIGS["mixtral"]())
+    want = hub("mixtral")
     want.save_pretrained(tmp_path / "in", max_shard_size="20KB")
     name = next(n for n in stored(tmp_path / "in") if "experts.2." in n)
     index = json.loads((tmp_path / "in" / INDEX).read_text())
     path = tmp_path / "in" / index["weight_map"].pop(name)
     save_file({n: t for n, t in load_file(path).items() if n != name}, path, metadata={"format": "pt"})
     (tmp_path / "in" / INDEX).write_text(json.dumps(index))
-    twin = prepared(hub(CONFIGS["mixtral"](), seed=1))
+    twin = prepared(hub("mixtral", seed=1))
     with pytest.raises(offload.CheckpointError, match=r"experts\.(gate_up|down)_proj"):
         offload.load_pretrained(twin, tmp_path / "in")
-    same_models(twin, hub(CONFIGS["mixtral"](), seed=1))
+    same_models(twin, hub("mixtral", seed=1))
 
 
 class _Pair(nn.Module):
@@ -248,8 +224,8 @@ def test_what_cannot_be_followed_is_written_under_the_models_own_names(
     from transformers import core_model_loading
 
     monkeypatch.setattr(core_model_loading, "revert_weight_conversion", lambda m, s: {n: act(t) if t.ndim == 2 else t for n, t in s.items()})
-    want = hub(CONFIGS["llama"]())
-    offload.save_pretrained(prepared(hub(CONFIGS["llama"]())), tmp_path / "out")
+    want = hub("llama")
+    offload.save_pretrained(prepared(hub("llama")), tmp_path / "out")
     assert "own names" in caplog.text
     same_models(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), want)
 
@@ -259,7 +235,7 @@ def test_what_cannot_be_followed_is_written_under_the_models_own_names(
 
 def test_other_files_stay_and_earlier_weights_go(prepared: Prepared, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    twin = prepared(hub(CONFIGS["llama"]()))
+    twin = prepared(hub("llama"))
     offload.save_pretrained(twin, out, max_shard_size="20KB")
     (out / "tokenizer.json").write_text("{}")
     dead = out / ".offload-saving-0123456789abcdef"
@@ -268,26 +244,24 @@ def test_other_files_stay_and_earlier_weights_go(prepared: Prepared, tmp_path: P
     assert {p.name for p in out.iterdir()} == {"tokenizer.json", "config.json", "generation_config.json", "model.safetensors"}
     offload.save_pretrained(twin, out, max_shard_size="20KB")
     assert INDEX in weights(out) and "model.safetensors" not in weights(out)
-    same_models(AutoModelForCausalLM.from_pretrained(out), hub(CONFIGS["llama"]()))
+    same_models(AutoModelForCausalLM.from_pretrained(out), hub("llama"))
 
 
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_disk_that_returns_other_bytes(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool) -> None:
-    twin = prepared(hub(CONFIGS["llama"]()))
+    twin = prepared(hub("llama"))
     out = tmp_path / "out"
     if earlier:
         offload.save_pretrained(twin, out)
     before = weights(out) if earlier else None
     sync = writer._sync
 
-    def flip(path: Path) -> None:
+    def flipping(path: Path) -> None:
         sync(path)
         if path.name == "model.safetensors":
-            data = bytearray(path.read_bytes())
-            data[-3] ^= 4
-            path.write_bytes(data)
+            flip(path, -3)
 
-    monkeypatch.setattr(writer, "_sync", flip)
+    monkeypatch.setattr(writer, "_sync", flipping)
     with pytest.raises(offload.CheckpointError, match=r"model\.safetensors reads back other bytes"):
         offload.save_pretrained(twin, out)
     assert (weights(out) if earlier else None) == before and out.exists() == earlier
@@ -332,7 +306,7 @@ except offload.CheckpointError as error:
 @pytest.mark.parametrize("way", ["exchanged", "no exchange", "subdirectory", "working directory", "link"])
 def test_every_way_of_replacing(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     out, real = tmp_path / "out", tmp_path / "real"
-    hub(CONFIGS["llama"](), seed=1).save_pretrained(real if way == "link" else out, max_shard_size="20KB")
+    hub("llama", seed=1).save_pretrained(real if way == "link" else out, max_shard_size="20KB")
     if way == "link":
         out.symlink_to(real)
     elif way == "no exchange":
@@ -345,17 +319,17 @@ def test_every_way_of_replacing(prepared: Prepared, tmp_path: Path, monkeypatch:
     (out / "notes").write_text("mine")
     out.chmod(0o750)
     before = out.stat().st_ino
-    offload.save_pretrained(prepared(hub(CONFIGS["llama"](), seed=2)), "." if way == "working directory" else out)
+    offload.save_pretrained(prepared(hub("llama", seed=2)), "." if way == "working directory" else out)
     assert (out.stat().st_ino != before) == (way in ("exchanged", "link")) and out.stat().st_mode & 0o777 == 0o750
     assert out.is_symlink() == (way == "link") and (out / "notes").read_text() == "mine" and (out / "runs/x").exists() == (way == "subdirectory")
     assert list(weights(out)) == ["model.safetensors"] and not list(tmp_path.rglob(".offload-saving-*"))
-    same_models(AutoModelForCausalLM.from_pretrained(out), hub(CONFIGS["llama"](), seed=2))
+    same_models(AutoModelForCausalLM.from_pretrained(out), hub("llama", seed=2))
 
 
 @pytest.mark.parametrize("at", range(12))
 def test_killed_while_files_are_put_in_place(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """What is there is the old model, the new one or none that loads, never parts of both."""
-    old, new = hub(CONFIGS["llama"](), seed=1), hub(CONFIGS["llama"](), seed=2)
+    old, new = hub("llama", seed=1), hub("llama", seed=2)
     out = tmp_path / "out"
     old.save_pretrained(out, max_shard_size="20KB")
     (out / "runs").mkdir()  # so that they are replaced one by one
@@ -387,23 +361,6 @@ def test_killed_while_files_are_put_in_place(prepared: Prepared, tmp_path: Path,
 
 # From a checkpoint, without the model
 
-RUN = """
-[model]
-{model}
-[data]
-source = "random"
-seq_length = 32
-[tiers]
-device = "48MiB"
-host = "32MiB"
-[optimizer]
-lr = 1e-3
-[train]
-steps = 3
-"""
-LLAMA = """type = "llama"
-config = { vocab_size = 96, hidden_size = 24, intermediate_size = 40, num_hidden_layers = 2, num_attention_heads = 2 }"""
-
 
 def checkpoint(directory: Path, model: nn.Module, master: str = "fp32") -> Path:
     """What of a checkpoint has to do with weights."""
@@ -432,8 +389,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 @pytest.mark.parametrize("by", ["run", "checkpoint", "model"])
 def test_a_runs_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str], verified: list[Path], by: str) -> None:
-    config = LlamaConfig(vocab_size=96, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2)
-    old, new = hub(config, seed=1), hub(config, seed=2)
+    old, new = hub("llama", seed=1), hub("llama", seed=2)
     new.save_pretrained(tmp_path / "model")
     (tmp_path / "model/tokenizer.json").write_text("{}")
     run = tmp_path / "run"
@@ -443,7 +399,7 @@ def test_a_runs_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str], veri
         newest = newest.rename(tmp_path / "alone")
         argv = [newest, "--model", tmp_path / "model"]
     else:
-        (run / "config.toml").write_text(RUN.replace("{model}", LLAMA))
+        SMALL.but(model={"config": SIZES}).write(run, "config.toml")
         argv = [run if by == "run" else newest]
     capsys.readouterr()
     assert main(["export", *map(str, argv), str(tmp_path / "out"), "--json", "--max-shard-size", "20KB"]) == 0
@@ -459,7 +415,7 @@ def test_a_runs_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str], veri
 @pytest.mark.parametrize("kind", ["llama tied", "mixtral"])
 @pytest.mark.parametrize("master", ["fp32", "split"])
 def test_tied_experts_and_split_masters_of_a_checkpoint(tmp_path: Path, kind: str, master: str) -> None:
-    model = hub(CONFIGS[kind](), torch.bfloat16)
+    model = hub(kind, torch.bfloat16)
     model.save_pretrained(tmp_path / "want")
     saved = export.saved_tensors(checkpoint(tmp_path / "saved", model, master))
     export.export(on_meta(tmp_path / "want", torch.float32), saved, tmp_path / "out")
@@ -475,7 +431,7 @@ def test_a_split_masters_upper_half(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
-    model = hub(CONFIGS["llama"]())
+    model = hub("llama")
     saved = export.saved_tensors(checkpoint(tmp_path / "saved", model))
     os.truncate(tmp_path / "saved/tensors.safetensors", 20_000)
     with pytest.raises(offload.CheckpointError, match=r"tensors\.safetensors could not be read"):
@@ -493,9 +449,9 @@ def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "no directory" in refused(tmp_path / "none")
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     assert "no checkpoint yet" in refused(tmp_path / "run")
-    found = checkpoint(tmp_path / "run/checkpoints/step-00000001", hub(CONFIGS["gpt2"]()))
+    found = checkpoint(tmp_path / "run/checkpoints/step-00000001", hub("gpt2"))
     assert "--model" in refused(tmp_path / "run")
-    (tmp_path / "run/config.toml").write_text(RUN.replace("{model}", LLAMA))
+    SMALL.but(model={"config": SIZES}).write(tmp_path / "run", "config.toml")
     assert "of this architecture" in refused(tmp_path / "run")
     assert "no config.json" in refused(found, "--model", tmp_path)
     (found / "state.json").write_text("[]")

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,57 +18,25 @@ from transformers import AutoModelForCausalLM
 
 import offload
 from checkpoints import adam, digest
-from helpers import Prepared, ids, plain, same
+from helpers import Prepared, flip, ids, plain, same
 from offload.checkpoint.content import read_state
 from offload.cli import main
 from offload.config import RunConfig
-from offload.train.loop import train
 from offload.train.model import build, load_config
+from runs import SMALL, sizes, summary_of
 
-RUN = """
-[model]
-type = "llama"
-config = { vocab_size = 96, hidden_size = 24, intermediate_size = 40, num_hidden_layers = 2, num_attention_heads = 2, tie_word_embeddings = TIED }
-[data]
-source = "random"
-seq_length = 16
-eval_sequences = 0
-[tiers]
-device = "64MiB"
-host = "32MiB"
-nvme = [["swap", "64MiB"]]
-place = { optimizer = "nvme" }
-[precision]
-compute = "bf16"
-master = "MASTER"
-moments = "MOMENTS"
-[optimizer]
-lr = 1e-2
-[train]
-steps = 3
-device = "cpu"
-[checkpoint]
-every = 1
-"""
-KINDS = {"tied, split, int8": ("true", "split", "int8"), "fp32": ("false", "fp32", "fp32"), "tied, bf16": ("true", "fp32", "bf16")}
+RUN = SMALL.but(data={"eval_sequences": 0}, tiers={"place": {"optimizer": "nvme"}}, precision={"compute": "bf16"}, checkpoint={"every": 1})
+KINDS = {"tied, split, int8": (True, "split", "int8"), "fp32": (False, "fp32", "fp32"), "tied, bf16": (True, "fp32", "bf16")}
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("run")
-    text = RUN
-    for name, value in zip(("TIED", "MASTER", "MOMENTS"), KINDS[request.param], strict=True):
-        text = text.replace(name, value)
-    (where / "run.toml").write_text(text)
-    train(RunConfig.load(where / "run.toml"), str(where / "out"))
+    tied, master, moments = KINDS[request.param]
+    model = {"config": sizes(96, 24, 40, heads=2, tie_word_embeddings=tied)}
+    RUN.but(model=model, precision={"master": master, "moments": moments}).train(where)
     return where
-
-
-@pytest.fixture
-def prepared(tmp_path: Path) -> Iterator[Prepared]:
-    with Prepared(tmp_path) as make:
-        yield make
 
 
 Said = pytest.CaptureFixture[str]
@@ -90,7 +58,7 @@ def test_weights_are_those_of_the_checkpoint(run: Path, prepared: Prepared, tmp_
     model = prepared(build(load_config(config.model)), None, keep=True, precision=config.precision_value())
     optimizer = adam(model)
     assert offload.load(checkpoint, model, optimizer)["step"] == 3
-    assert digest(model) == json.loads((run / "out/summary.json").read_text())["digest"]
+    assert digest(model) == summary_of(run / "out")["digest"]
     assert said["checkpoint"] == str(checkpoint) and said["parameters"] == sum(p.numel() for p in model.parameters())
 
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "weights").eval()
@@ -111,12 +79,6 @@ def test_weights_are_those_of_the_checkpoint(run: Path, prepared: Prepared, tmp_
     with torch.no_grad():
         tokens = ids(rows=2, length=8, vocab=96)
         same(again(input_ids=tokens).logits, twin(input_ids=tokens).logits)
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +51,6 @@ EXTRA: dict[str, Any] = {
     "tensor": torch.arange(6.0).view(2, 3),
     "nothing": None,
 }
-
-
-@pytest.fixture
-def prepared(tmp_path: Path) -> Iterator[Prepared]:
-    with Prepared(tmp_path) as make:
-        yield make
 
 
 def alike(got: Any, want: Any) -> bool:

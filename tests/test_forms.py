@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,7 @@ from offload.engine.registry import engine_of
 from offload.planner import placement
 from offload.planner.form import GROUP, MOMENTS, StateForm, scale_of
 from offload.planner.layout import DTYPE_BYTES
+from runs import SMALL, sizes
 
 SPLIT = Precision("bf16", "bf16", "split")
 COMPACT = [p for p in PRECISIONS if p.moments != "fp32"]
@@ -52,12 +52,6 @@ NAMES = [f"{p.compute}-{p.master}-{p.moments}" for p in PRECISIONS]
 every = pytest.mark.parametrize("precision", PRECISIONS, ids=NAMES)
 compact = pytest.mark.parametrize("precision", COMPACT, ids=[n for p, n in zip(PRECISIONS, NAMES, strict=True) if p in COMPACT])
 SHAPES = {"scalar": (), "empty": (0,), "vector": (7,), "group": (256,), "odd": (4097,), "wide": (3, 3001)}
-
-
-@pytest.fixture
-def prepared(tmp_path: Path) -> Iterator[Prepared]:
-    with Prepared(tmp_path) as make:
-        yield make
 
 
 @pytest.fixture
@@ -459,27 +453,12 @@ def test_sums_of_micro_batches(prepared: Prepared, precision: Precision) -> None
 
 
 def test_a_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run.toml"
-    run.write_text("""
-[model]
-type = "llama"
-config = { vocab_size = 128, hidden_size = 64, intermediate_size = 128, num_hidden_layers = 1, num_attention_heads = 4 }
-[data]
-source = "random"
-seq_length = 16
-eval_sequences = 1
-[tiers]
-device = "48MiB"
-host = "32MiB"
-nvme = [["swap", "64MiB"]]
-place = { optimizer = "nvme" }
-[precision]
-master = "split"
-moments = "int8"
-[train]
-steps = 2
-device = "cpu"
-""")
+    run = SMALL.but(
+        model={"config": sizes(128, 64, 128, layers=1)},
+        tiers={"device": "48MiB", "place": {"optimizer": "nvme"}},
+        precision={"master": "split", "moments": "int8"},
+        train={"steps": 2},
+    ).write(tmp_path)
     assert main(["plan", str(run), "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert main(["train", str(run), "--out", str(tmp_path / "out"), "--json"]) == 0

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +37,12 @@ from helpers import (
     same,
     same_models,
 )
-from offload.config import RunConfig
 from offload.engine.gradients import Gradients
 from offload.engine.places import Places
-from offload.train.loop import train
+from runs import SMALL, records_of, sizes
 
 FP16 = offload.Precision(compute="fp16", grad="fp16")
 TO_FP16 = offload.Precision(compute="fp32", grad="fp16")
-
-
-@pytest.fixture
-def prepared(tmp_path: Path) -> Iterator[Prepared]:
-    with Prepared(tmp_path) as make:
-        yield make
 
 
 everywhere = pytest.mark.parametrize(("device", "place"), SETTINGS)
@@ -450,39 +442,22 @@ def test_a_multiplication_past_fp32_is_found(prepared: Prepared) -> None:
 
 # offload train
 
-RUN = """
-[model]
-type = "llama"
-config = { vocab_size = 128, hidden_size = 64, intermediate_size = 128, num_hidden_layers = 2, num_attention_heads = 4 }
-[data]
-source = "random"
-seq_length = 32
-eval_sequences = 1
-accumulate = 2
-[tiers]
-device = "48MiB"
-host = "32MiB"
-nvme = [["swap", "64MiB"]]
-[precision]
-compute = "fp16"
-grad = "fp16"
-[optimizer]
-lr = 1e-3
-clip = 1.0
-[train]
-steps = 6
-device = "cpu"
-"""
+RUN = SMALL.but(
+    model={"config": sizes(128, 64, 128)},
+    data={"seq_length": 32, "accumulate": 2},
+    tiers={"device": "48MiB"},
+    precision={"compute": "fp16", "grad": "fp16"},
+    optimizer={"lr": 1e-3, "clip": 1.0},
+    train={"steps": 6},
+)
 
 
 def test_a_run_scales_its_loss(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "run.toml").write_text(RUN)
     monkeypatch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=2.0**22))
     nvme = 'tiers.place={parameter="nvme", gradient="nvme", optimizer="nvme"}'
-    overrides = ([], ["train.device=sim", nvme])
-    ours, other = (train(RunConfig.load(tmp_path / "run.toml", o), str(tmp_path / f"out{i}")) for i, o in enumerate(overrides))
+    ours, other = (RUN.train(tmp_path, *how, out=f"out{i}") for i, how in enumerate(((), ("train.device=sim", nvme))))
     assert ours["digest"] == other["digest"] and ours["losses"] == other["losses"] and ours["eval_loss_last"] == other["eval_loss_last"]
-    lines = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "out0/metrics.jsonl").read_text().splitlines()]
+    lines = records_of(tmp_path / "out0")
     skipped = [b["skipped"] > a["skipped"] for a, b in zip([{"skipped": 0}, *lines], lines, strict=False)]
     assert 1 <= sum(skipped) == ours["skipped"] < 6 and not skipped[-1]
     assert [line["loss_scale"] for line in lines] == [2.0 ** (22 - sum(skipped[:i])) for i in range(6)]

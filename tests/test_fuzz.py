@@ -138,7 +138,7 @@ LINES = {
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in LINES.items() for value in values])
 def test_values_in_run_files(tmp_path: Path, key: str, value: str) -> None:
-    lines = [f"{key} = {value}" if line.startswith(f"{key} = ") else line for line in RUN.splitlines()]
+    lines = [f"{key} = {value}" if line.startswith(f"{key} = ") else line for line in RUN.text.splitlines()]
     (tmp_path / "run.toml").write_text("\n".join(lines))
     with pytest.raises(ConfigError) as error:
         RunConfig.load(tmp_path / "run.toml")
@@ -148,7 +148,7 @@ def test_values_in_run_files(tmp_path: Path, key: str, value: str) -> None:
 
 @pytest.mark.parametrize("text", [f"[{'9' * 5000}]\n" * 2, f"[{'9' * 5000}]\n", f'"{"x" * 5000}" = 1\n' * 2])
 def test_names_in_run_files(tmp_path: Path, text: str) -> None:
-    (tmp_path / "run.toml").write_text(RUN + text)
+    (tmp_path / "run.toml").write_text(RUN.text + text)
     with pytest.raises(ConfigError) as error:
         RunConfig.load(tmp_path / "run.toml")
     assert len(str(error.value)) < 1000 and "\n" not in str(error.value)
@@ -163,7 +163,7 @@ def test_names_in_a_model_table(table: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("directory", ["~no-such-user/x", "\U0001f600", "\x7f\\", 'a"b', "a\nb"])
 def test_paths_in_run_files_come_back(tmp_path: Path, directory: str) -> None:
-    text = RUN.replace('"swap"', json.dumps(directory, ensure_ascii=False).replace("\x7f", "\\u007f"))
+    text = RUN.text.replace('"swap"', json.dumps(directory, ensure_ascii=False).replace("\x7f", "\\u007f"))
     (tmp_path / "run.toml").write_text(text, encoding="utf-8")
     config = RunConfig.load(tmp_path / "run.toml")
     assert config.tiers.nvme[0][0] == str(tmp_path / directory)
@@ -229,6 +229,6 @@ def test_a_name_that_is_no_text(tmp_path: Path, capfdbinary: pytest.CaptureFixtu
     os.mkdir(at)
     for argv, code in ((["clean", os.fsdecode(at)], 0), (["verify", os.fsdecode(at)], 2), (["clean", os.fsdecode(at), "--json"], 0)):
         assert main(argv) == code
-    Path(os.fsdecode(at + b"/run.toml")).write_text(RUN)
+    Path(os.fsdecode(at + b"/run.toml")).write_text(RUN.text)
     with pytest.raises(ConfigError, match="no path that a run file can have"):
         RunConfig.load(os.fsdecode(at + b"/run.toml"))

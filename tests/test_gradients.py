@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,13 +13,6 @@ from torch import nn
 
 import offload
 from helpers import BF16, SETTINGS, Bag, Prepared, bag, both, clip, ids, near, net, noise, pairs, plain, same, same_gradients
-
-
-@pytest.fixture
-def prepared(tmp_path: Path) -> Iterator[Prepared]:
-    with Prepared(tmp_path) as make:
-        yield make
-
 
 everywhere = pytest.mark.parametrize(("device", "place"), SETTINGS)
 Touch = Callable[[nn.Module], Any]

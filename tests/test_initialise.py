@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,6 @@ from torch import nn
 import offload
 from helpers import BF16, FP32, Net, Prepared, bits, ids, plain, same, same_models
 from offload.engine import initialise, recipes
-
-
-@pytest.fixture
-def prepared(tmp_path: Path) -> Iterator[Prepared]:
-    with Prepared(tmp_path) as make:
-        yield make
 
 
 @pytest.fixture(autouse=True, params=["whole", "in pieces"])

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import drawn
 from offload import _core, ops
 
 LEVELS = _core.simd_levels()
@@ -43,11 +44,7 @@ class State:
         rng = torch.Generator().manual_seed(seed)
 
         def draw(spread: float) -> torch.Tensor:
-            x = torch.randn(n, generator=rng) * spread
-            if special and n:
-                where = torch.rand(n, generator=rng) < 0.3
-                x[where] = torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (int(where.sum()),), generator=rng)]
-            return x
+            return drawn(n, rng, spread, SPECIAL if special else (), 0.3)
 
         self.master, self.exp_avg, self.exp_avg_sq = draw(1.0), draw(1e-2), draw(1e-2).abs()
         self.grad = narrow(draw(0.1), grad)

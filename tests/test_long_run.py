@@ -8,39 +8,26 @@ import subprocess
 import sys
 from pathlib import Path
 
-RUN = """
-[model]
-type = "llama"
-config = {{ vocab_size = 64, hidden_size = 32, intermediate_size = 48, num_hidden_layers = 6, num_attention_heads = 2 }}
-[data]
-source = "random"
-seq_length = 8
-[tiers]
-device = "12MiB"
-host = "4MiB"
-nvme = [["swap", "64MiB"]]
-place = {{ optimizer = "nvme" }}
-[precision]
-compute = "fp32"
-[train]
-steps = {steps}
-device = "cpu"
-activations = "recompute"
-"""
+from runs import SMALL, records_of, sizes
+
 MIB = 1 << 20
 STEPS, EARLY = 260, 30
 MOST = 3 * MIB  # rings of events fill up only after EARLY steps
 
 
 def test_resident_memory_does_not_grow(tmp_path: Path) -> None:
-    run = tmp_path / "run.toml"
-    run.write_text(RUN.format(steps=STEPS))
+    run = SMALL.but(
+        model={"config": sizes(inner=48, layers=6, heads=2)},
+        data={"seq_length": 8, "eval_sequences": 8},
+        tiers={"device": "12MiB", "host": "4MiB", "place": {"optimizer": "nvme"}},
+        precision={"compute": "fp32"},
+        train={"steps": STEPS, "activations": "recompute"},
+    ).write(tmp_path)
     command = [sys.executable, "-m", "offload", "train", str(run), "--json", "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr[-2000:]
-    records = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
-    assert len(records) == STEPS
-    held = [record["tier_bytes"]["device"] for record in records]
+    held = [record["tier_bytes"]["device"] for record in records_of(tmp_path / "out")]
+    assert len(held) == STEPS
     early, late = max(held[EARLY // 2 : EARLY]), max(held[-EARLY:])
     assert late <= early + MOST, f"{(late - early) / MIB:.1f} MiB more after {STEPS} steps than after {EARLY}"
     summary = json.loads(done.stdout)

@@ -6,8 +6,6 @@ import copy
 import io
 import math
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,13 +34,6 @@ from helpers import (
 )
 from offload.engine import atrest
 from offload.engine.sources import MomentSource
-
-
-@pytest.fixture
-def prepared(tmp_path: Path) -> Iterator[Prepared]:
-    with Prepared(tmp_path) as make:
-        yield make
-
 
 everywhere = pytest.mark.parametrize(("device", "place"), SETTINGS)
 

@@ -22,13 +22,12 @@ import test_backward as B
 from late import late
 from offload import _core
 from offload.cli.plan import plan_command
-from offload.config import RunConfig
 from offload.engine.registry import engine_of
 from offload.memory import swap
 from offload.planner.passing import KEPT, kinds, places
 from offload.planner.placement import Plan, chunks_of, gradient_chunk_bytes
-from offload.train.loop import train
 from offload.transfer.device import SimDevice
+from runs import SMALL, sizes
 
 X = B.X
 NVME_BUT_GRADIENTS = {"parameter": "nvme", "optimizer": "nvme"}
@@ -380,37 +379,21 @@ def test_a_backward_that_raises_leaves_no_gradient_behind(tmp_path: Path) -> Non
     assert digests[0] == digests[1]
 
 
-RUN = """
-[model]
-type = "llama"
-config = { vocab_size = 1024, hidden_size = 256, intermediate_size = 704, num_hidden_layers = 8, num_attention_heads = 4 }
-[data]
-source = "random"
-seq_length = 16
-eval_sequences = 1
-[tiers]
-device = "24MiB"
-host = "20MiB"
-nvme = [["swap", "256MiB"]]
-[precision]
-master = "split"
-moments = "int8"
-[train]
-steps = 2
-device = "cpu"
-activations = "recompute"
-"""
+RUN = SMALL.but(
+    model={"config": sizes(1024, 256, 704, layers=8)},
+    tiers={"device": "24MiB", "host": "20MiB"},
+    precision={"master": "split", "moments": "int8"},
+    train={"steps": 2, "activations": "recompute"},
+)
 
 
 def test_a_run_plans_and_trains_so_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Evaluation before the first step, which computes without gradients, is no hidden use. The schedule of either plan may be the shorter, so the
     drive has no room for the one that keeps them."""
-    (tmp_path / "run.toml").write_text(RUN)
     summaries = []
     for nvme, updates in (("256MiB", "forward"), ("13MiB", "auto")):
         changes = [f'tiers.nvme=[["swap", "{nvme}"]]', f"train.updates={updates}"]
-        config = RunConfig.load(tmp_path / "run.toml", changes)
-        summaries.append(train(config, str(tmp_path / f"out-{updates}")))
+        summaries.append(RUN.train(tmp_path, *changes, out=f"out-{updates}"))
         if updates == "auto":
             assert plan_command(str(tmp_path / "run.toml"), changes, None, 1, None, None, True) == 0
             planned = json.loads(capsys.readouterr().out)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.config import Precision, RunConfig
+from offload.config import Precision
 from offload.errors import PlanError
 from offload.planner import demand
 from offload.planner.cost import Compute, Rates, traffic_of
@@ -20,6 +20,7 @@ from offload.planner.request import Capacities
 from offload.planner.schedule import Speeds, Work, choose_early, least_early, schedule, taken
 from offload.train.estimate import Estimate
 from offload.train.model import passes
+from runs import SMALL
 from test_planner import attempt
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -175,8 +176,5 @@ def test_a_run_has_gradients_pass_where_that_is_no_slower() -> None:
     ],
 )  # fmt: skip
 def test_which_runs_may(tmp_path: Any, changes: list[str], pass_: bool) -> None:
-    (tmp_path / "run.toml").write_text(
-        '[model]\ntype = "llama"\n[data]\nsource = "random"\nseq_length = 8\n[tiers]\ndevice = "64MiB"\nhost = "64MiB"\n[train]\nsteps = 1\n'
-    )
-    config = RunConfig.load(str(tmp_path / "run.toml"), changes)
+    config = SMALL.load(tmp_path, *changes)
     assert passes(config, 1) is pass_ and not passes(config, 2)

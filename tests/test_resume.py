@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,41 +19,20 @@ import torch
 from offload.checkpoint import disk
 from offload.checkpoint.manifest import verify
 from offload.cli import main
-from offload.config import RunConfig
 from offload.errors import CheckpointError, ConfigError
 from offload.train.checkpoints import Checkpoints
 from offload.train.data import RandomSequences
-from offload.train.loop import train
+from runs import SMALL, records_of, sizes, summary_of
 
 # Dropout draws from torch's generator; fp16 gradients need a scale, which here grows every third step.
-RUN = """
-[model]
-type = "llama"
-config = { vocab_size = 64, hidden_size = 32, intermediate_size = 64, num_hidden_layers = 2, num_attention_heads = 4, attention_dropout = 0.2 }
-[data]
-source = "random"
-seq_length = 16
-eval_sequences = 2
-accumulate = 2
-[tiers]
-device = "64MiB"
-host = "32MiB"
-nvme = [["swap", "64MiB"]]
-[precision]
-compute = "fp32"
-grad = "fp16"
-moments = "int8"
-[optimizer]
-lr = 1e-2
-clip = 1.0
-schedule = "cosine"
-warmup = 2
-[train]
-steps = 7
-device = "cpu"
-[checkpoint]
-every = 2
-"""
+RUN = SMALL.but(
+    model={"config": sizes(attention_dropout=0.2)},
+    data={"eval_sequences": 2, "accumulate": 2},
+    precision={"compute": "fp32", "grad": "fp16", "moments": "int8"},
+    optimizer={"clip": 1.0, "schedule": "cosine", "warmup": 2},
+    train={"steps": 7},
+    checkpoint={"every": 2},
+)
 PLACE = "tiers.place={parameter='host', gradient='host', optimizer='nvme'}"
 ELSEWHERE = ["train.device=sim", PLACE, "tiers.device=48MiB", "train.activations=recompute"]
 STEPS = 7
@@ -71,8 +49,7 @@ def _growing() -> Iterator[None]:
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing happens to."""
     where = tmp_path_factory.mktemp("calm")
-    (where / "run.toml").write_text(RUN)
-    train(RunConfig.load(where / "run.toml"), str(where / "out"))
+    RUN.train(where)
     return where
 
 
@@ -86,22 +63,14 @@ def copy(calm: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
-def config(where: Path, *overrides: str) -> RunConfig:
-    return RunConfig.load(where / "run.toml", overrides)
-
-
-def summary(out: Path) -> dict[str, Any]:
-    return json.loads((out / "summary.json").read_text())  # type: ignore[no-any-return]
-
-
 def same_run(out: Path, calm: Path) -> None:
     """Losses, digest, evaluations and all that is counted by the step."""
-    got, want = summary(out), summary(calm / "out")
+    got, want = summary_of(out), summary_of(calm / "out")
     for key in ("losses", "steps", "tokens", "digest", "loss_first", "loss_last", "eval_loss_first", "eval_loss_last", "skipped", "checkpoint"):
         assert got[key] == want[key], key
-    lines = [[json.loads(line) for line in (d / "metrics.jsonl").read_text().splitlines()] for d in (out, calm / "out")]
+    steps, wanted = records_of(out), records_of(calm / "out")
     for key in ("step", "loss", "lr", "grad_norm", "loss_scale", "skipped"):
-        assert [r[key] for r in lines[0]] == [r[key] for r in lines[1]], key
+        assert [r[key] for r in steps] == [r[key] for r in wanted], key
     assert sorted(os.listdir(out / "checkpoints")) == ["step-00000006", "step-00000007"]
 
 
@@ -110,18 +79,17 @@ def test_a_run_leaves_its_newest_checkpoints(calm: Path) -> None:
     assert sorted(os.listdir(out / "checkpoints")) == ["step-00000006", "step-00000007"]
     for path in (out / "checkpoints").iterdir():
         verify(path)
-    done = summary(out)
+    done = summary_of(out)
     assert done["checkpoint"] == "step-00000007" and not done["interrupted"] and len(done["losses"]) == STEPS
-    assert len({r["loss_scale"] for r in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())}) == 3
+    assert len({r["loss_scale"] for r in records_of(out)}) == 3
 
 
 @pytest.mark.parametrize("stop", [3, 6])
 def test_a_stopped_run_goes_on_elsewhere(calm: Path, tmp_path: Path, stop: int) -> None:
-    (tmp_path / "run.toml").write_text(RUN)
     asked = iter(range(100))
-    first = train(config(tmp_path), str(tmp_path / "out"), stopped=lambda: next(asked) == stop)
+    first = RUN.train(tmp_path, stopped=lambda: next(asked) == stop)
     assert first["interrupted"] and first["steps"] == stop and first["checkpoint"] == f"step-{stop:08d}"
-    train(config(tmp_path, *ELSEWHERE), str(tmp_path / "out"), resume=True)
+    RUN.train(tmp_path, *ELSEWHERE, resume=True)
     same_run(tmp_path / "out", calm)
     assert not list((tmp_path / "swap").glob("*"))
 
@@ -130,9 +98,9 @@ def test_what_a_run_did_after_its_checkpoint_is_done_again(calm: Path, copy: Pat
     (copy / "out/.saving/step-00000008").mkdir(parents=True)
     with open(copy / "out/metrics.jsonl", "a") as file:
         file.write('{"step": 8, "lo')
-    got = train(config(copy), str(copy / "out"), resume=True)
+    got = RUN.train(copy, resume=True)
     same_run(copy / "out", calm)
-    moved = summary(calm / "out")["moved_bytes"]
+    moved = summary_of(calm / "out")["moved_bytes"]
     assert got["moved_bytes"] == moved  # of the whole run
 
 
@@ -141,7 +109,7 @@ def test_a_damaged_checkpoint_is_passed_over(calm: Path, copy: Path, capfd: pyte
     for name in ("step-00000007", "step-00000009"):
         shutil.copytree(checkpoints / "step-00000006", checkpoints / name)
         (checkpoints / name / "manifest.json").unlink()
-    train(config(copy), str(copy / "out"), resume=True)
+    RUN.train(copy, resume=True)
     assert "passed over" in capfd.readouterr().err
     same_run(copy / "out", calm)
 
@@ -150,7 +118,7 @@ def test_a_damaged_checkpoint_is_passed_over(calm: Path, copy: Path, capfd: pyte
         (path / "state.json").write_text("{}")
     before = (copy / "out/metrics.jsonl").read_bytes()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole; the newest: .*step-00000007/state.json"):
-        train(config(copy), str(copy / "out"), resume=True)
+        RUN.train(copy, resume=True)
     assert (copy / "out/metrics.jsonl").read_bytes() == before
 
 
@@ -175,7 +143,7 @@ def test_a_newer_releases_checkpoint_is_not_passed_over(copy: Path) -> None:
     manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 2'))
     before = {p: p.read_bytes() for p in (copy / "out").rglob("*") if p.is_file() and p.name != ".lock"}
     with pytest.raises(CheckpointError, match=r"step-00000006 is a checkpoint of version 2; .*update offload"):
-        train(config(copy), str(copy / "out"), resume=True)
+        RUN.train(copy, resume=True)
     assert {p: p.read_bytes() for p in (copy / "out").rglob("*") if p.is_file() and p.name != ".lock"} == before
 
 
@@ -185,8 +153,8 @@ def test_a_checkpoint_that_lay_aside_is_put_back(calm: Path, copy: Path) -> None
     home.mkdir(parents=True)
     (copy / "out/checkpoints/step-00000006").rename(home / "old")
     with pytest.raises(ConfigError, match="has checkpoints"):
-        train(config(copy), str(copy / "out"))
-    train(config(copy), str(copy / "out"), resume=True)
+        RUN.train(copy)
+    RUN.train(copy, resume=True)
     same_run(copy / "out", calm)
 
 
@@ -194,15 +162,15 @@ def test_a_finished_run_is_left_as_it_is(calm: Path, capfd: pytest.CaptureFixtur
     before = {p: p.stat().st_mtime_ns for p in (calm / "out").rglob("*") if p.name != ".lock"}
     assert main(["train", str(calm / "run.toml"), "--resume", str(calm / "out"), "--json"]) == 0
     said = capfd.readouterr()
-    assert json.loads(said.out) == summary(calm / "out") and "finished" in said.err
+    assert json.loads(said.out) == summary_of(calm / "out") and "finished" in said.err
     assert {p: p.stat().st_mtime_ns for p in (calm / "out").rglob("*") if p.name != ".lock"} == before
 
 
 def test_a_finished_run_can_be_made_longer(copy: Path, calm: Path) -> None:
     shutil.rmtree(copy / "out")
     shutil.copytree(calm / "out", copy / "out")
-    got = train(config(copy, "train.steps=8"), str(copy / "out"), resume=True)
-    assert got["steps"] == 8 and got["losses"][:STEPS] == summary(calm / "out")["losses"]
+    got = RUN.train(copy, "train.steps=8", resume=True)
+    assert got["steps"] == 8 and got["losses"][:STEPS] == summary_of(calm / "out")["losses"]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +181,7 @@ def test_a_finished_run_can_be_made_longer(copy: Path, calm: Path) -> None:
 def test_a_run_goes_on_as_it_was(copy: Path, override: str, says: str) -> None:
     before = {p: p.read_bytes() for p in (copy / "out").rglob("*") if p.is_file() and p.name != ".lock"}
     with pytest.raises(ConfigError, match=says):
-        train(config(copy, override), str(copy / "out"), resume=True)
+        RUN.train(copy, override, resume=True)
     assert {p: p.read_bytes() for p in (copy / "out").rglob("*") if p.is_file() and p.name != ".lock"} == before
 
 
@@ -222,18 +190,18 @@ def test_a_run_goes_on_with_what_it_has_learned_from(copy: Path, calm: Path, mon
     with monkeypatch.context() as patch:
         patch.setattr(RandomSequences, "digest", lambda self, count: "others")
         with pytest.raises(ConfigError, match=r"data\.source has other texts than those that .*step-00000006 has learned from"):
-            train(config(copy), str(copy / "out"), resume=True)
+            RUN.train(copy, resume=True)
     assert (copy / "out/metrics.jsonl").read_bytes() == kept
-    train(config(copy), str(copy / "out"), resume=True)
+    RUN.train(copy, resume=True)
     same_run(copy / "out", calm)
 
 
 def test_checkpoints_are_never_replaced_by_another_run(copy: Path) -> None:
     with pytest.raises(ConfigError, match="has checkpoints: --resume"):
-        train(config(copy), str(copy / "out"))
+        RUN.train(copy)
     (copy / "out/metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match="lacks steps before 6"):
-        train(config(copy), str(copy / "out"), resume=True)
+        RUN.train(copy, resume=True)
 
 
 def test_a_full_drive_ends_a_run_and_leaves_its_checkpoints(calm: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,10 +210,10 @@ def test_a_full_drive_ends_a_run_and_leaves_its_checkpoints(calm: Path, copy: Pa
 
     monkeypatch.setattr(disk, "write", full)
     with pytest.raises(CheckpointError, match=r"cannot save to .*step-00000007: No space left"):
-        train(config(copy), str(copy / "out"), resume=True)
+        RUN.train(copy, resume=True)
     assert os.listdir(copy / "out/checkpoints") == ["step-00000006"] and not list((copy / "swap").glob("*"))
     monkeypatch.undo()
-    train(config(copy), str(copy / "out"), resume=True)
+    RUN.train(copy, resume=True)
     same_run(copy / "out", calm)
 
 
@@ -276,7 +244,7 @@ sys.exit(main(sys.argv[2:]))
 
 def test_killed_within_saves_and_resumed(calm: Path, tmp_path: Path) -> None:
     """The first save's tensors, the third's directory, and what is left of both."""
-    (tmp_path / "run.toml").write_text(RUN)
+    RUN.write(tmp_path)
     for point, there in ((30, []), (150, ["step-00000002"])):
         argv = [sys.executable, "-c", KILL, str(point), "train", str(tmp_path / "run.toml"), "--resume", str(tmp_path / "out")]
         done = subprocess.run(argv, capture_output=True, text=True)
@@ -285,14 +253,14 @@ def test_killed_within_saves_and_resumed(calm: Path, tmp_path: Path) -> None:
         assert [p.name for p in found][: len(there)] == there
         for path in found:
             verify(path)
-    train(config(tmp_path), str(tmp_path / "out"), resume=True)
+    RUN.train(tmp_path, resume=True)
     same_run(tmp_path / "out", calm)
     assert not list((tmp_path / "swap").glob("*"))
 
 
 def test_a_signal_saves(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(RUN.replace("every = 2", "every = 1000").replace("steps = 7", "steps = 100000"))
-    argv = [sys.executable, "-m", "offload", "train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "out")]
+    run = RUN.but(checkpoint={"every": 1000}, train={"steps": 100000}).write(tmp_path)
+    argv = [sys.executable, "-m", "offload", "train", str(run), "--out", str(tmp_path / "out")]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None and process.stdout is not None
         said = ""
@@ -302,6 +270,6 @@ def test_a_signal_saves(tmp_path: Path) -> None:
                 process.send_signal(signal.SIGTERM)
         assert "--resume" in process.stdout.read()
     assert process.returncode == 0 and "stopping" in said and "Traceback" not in said
-    left = summary(tmp_path / "out")
+    left = summary_of(tmp_path / "out")
     assert left["interrupted"] and left["checkpoint"] == f"step-{left['steps']:08d}" and left["steps"] >= 3
     verify(tmp_path / "out/checkpoints" / left["checkpoint"])

@@ -8,7 +8,7 @@ import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,6 @@ from offload.checkpoint.spare import Spare
 from offload.errors import CheckpointError, OffloadError
 from offload.observe.metrics import MetricsWriter
 from offload.train.checkpoints import Checkpoints
-
-
-@pytest.fixture
-def prepared(tmp_path: Path) -> Iterator[Prepared]:
-    with Prepared(tmp_path) as make:
-        yield make
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,32 +16,17 @@ from offload.engine.registry import engine_of
 from offload.errors import ConfigError, PlanError, StepError
 from offload.train import model
 from offload.train.estimate import Estimate
-from offload.train.loop import Trainer, train
+from offload.train.loop import Trainer
+from runs import SMALL, records_of, sizes
 
-RUN = """
-[model]
-type = "llama"
-config = { vocab_size = 64, hidden_size = 32, intermediate_size = 64, num_hidden_layers = 3, num_attention_heads = 4, attention_dropout = 0.2 }
-[data]
-source = "random"
-seq_length = 16
-eval_sequences = 2
-[tiers]
-device = "64MiB"
-host = "32MiB"
-nvme = [["swap", "64MiB"]]
-place = { optimizer = "nvme" }
-[precision]
-compute = "fp32"
-moments = "int8"
-[optimizer]
-lr = 1e-2
-schedule = "cosine"
-warmup = 2
-[train]
-steps = 7
-device = "cpu"
-"""
+RUN = SMALL.but(
+    model={"config": sizes(layers=3, attention_dropout=0.2)},
+    data={"eval_sequences": 2},
+    tiers={"place": {"optimizer": "nvme"}},
+    precision={"compute": "fp32", "moments": "int8"},
+    optimizer={"schedule": "cosine", "warmup": 2},
+    train={"steps": 7},
+)
 SAVING = "checkpoint.every=2"
 SPOILT = 4  # the step whose first layer has a gradient that is not finite: step 5 for the user
 
@@ -85,16 +69,11 @@ def _spoiling() -> Iterator[None]:
         yield
 
 
-def run(where: Path, out: str, *overrides: str, resume: bool = False) -> dict[str, Any]:
-    (where / "run.toml").write_text(RUN)
-    return train(RunConfig.load(where / "run.toml", overrides), str(where / out), resume=resume)
-
-
 @pytest.fixture
 def skipped(tmp_path: Path) -> dict[str, Any]:
     """The run that skips the step."""
     with pytest.warns(RuntimeWarning, match="no parameter was changed"):
-        summary = run(tmp_path, "forward", "train.updates=forward")
+        summary = RUN.train(tmp_path, "train.updates=forward", out="forward")
     assert summary["skipped"] == 1 and summary["steps"] == 7
     return summary
 
@@ -109,13 +88,13 @@ def test_a_run_goes_back_by_itself(tmp_path: Path, capfd: pytest.CaptureFixture[
     """To its newest checkpoint, or its start, to the bits of a run whose updates were under the forward all the time."""
     capfd.readouterr()
     with pytest.warns(RuntimeWarning, match="no parameter was changed"):
-        got = run(tmp_path, "out", *([SAVING] if saving else []))
+        got = RUN.train(tmp_path, *([SAVING] if saving else []))
     same(got, skipped)
     said = capfd.readouterr().err
     assert "step 5: the gradient of" in said and "is not finite" in said and "The run does so by itself" in said
     assert ("goes on from" in said and "step-00000004" in said) if saving else "the run starts from the start" in said
     assert "--resume" not in said
-    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    lines = records_of(tmp_path / "out")
     assert [line["step"] for line in lines] == list(range(1, 8)) and [line["loss"] for line in lines] == skipped["losses"]
     assert 'updates = "forward"' in (tmp_path / "out/config.toml").read_text()
     assert not list((tmp_path / "swap").iterdir())
@@ -125,10 +104,10 @@ def test_a_run_that_was_told_ends_and_says_the_way_back(tmp_path: Path, capfd: p
     told = (SAVING, "train.updates=backward")
     for resume in (False, True):
         with pytest.raises(StepError, match=r"^step 5: the gradient of .* is not finite.*partly applied.*train\.updates"):
-            run(tmp_path, "out", *told, resume=resume)
+            RUN.train(tmp_path, *told, resume=resume)
         assert f"--resume {tmp_path / 'out'} --set train.updates=forward goes on from step-00000004" in capfd.readouterr().err
     with pytest.warns(RuntimeWarning, match="no parameter was changed"):
-        same(run(tmp_path, "out", SAVING, "train.updates=forward", resume=True), skipped)
+        same(RUN.train(tmp_path, SAVING, "train.updates=forward", resume=True), skipped)
 
 
 def test_a_run_that_cannot_go_back_says_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -142,10 +121,10 @@ def test_a_run_that_cannot_go_back_says_both(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(model, "plan", short)
     with pytest.raises(PlanError, match="skip the step that was spoilt: nvme: need 1 more"):
-        run(tmp_path, "out", SAVING)
+        RUN.train(tmp_path, SAVING)
     assert "step 5: the gradient of" in capfd.readouterr().err
     with pytest.raises(ConfigError, match="has checkpoints"):  # they are still there
-        run(tmp_path, "out", SAVING)
+        RUN.train(tmp_path, SAVING)
 
 
 def test_nothing_is_left_of_the_model_that_was_spoilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,5 +140,5 @@ def test_nothing_is_left_of_the_model_that_was_spoilt(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(offload, "prepare", watched, raising=False)
     with pytest.warns(RuntimeWarning, match="no parameter was changed"):
-        run(tmp_path, "out", SAVING)
+        RUN.train(tmp_path, SAVING)
     assert len(held) >= 2

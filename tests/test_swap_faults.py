@@ -20,7 +20,7 @@ import torch
 
 import offload
 from disks import small_disk
-from helpers import BF16, ids, net
+from helpers import BF16, flip, ids, net
 from offload import _core, ops
 from offload.config import format_size
 from offload.errors import ConfigError, SwapError
@@ -180,16 +180,6 @@ def test_schedules_of_the_pipeline(quick: Path) -> None:
 
 
 # --- Checksums --------------------------------------------------------------------------------------------------------------------------------
-
-
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 8]))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])

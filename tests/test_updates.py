@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import drawn
 from offload import _core, ops
 
 Array = np.ndarray[Any, Any]
@@ -48,11 +49,7 @@ class State:
         rng = torch.Generator().manual_seed(seed)
 
         def draw(spread: float) -> torch.Tensor:
-            x = torch.randn(n, generator=rng) * spread
-            if special and n:
-                where = torch.rand(n, generator=rng) < 0.02
-                x[where] = torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (int(where.sum()),), generator=rng)]
-            return x
+            return drawn(n, rng, spread, SPECIAL if special else (), 0.02)
 
         self.value, m, v = draw(1.0), draw(1e-2), draw(1e-2).abs() * torch.rand(n, generator=rng) ** 4
         self.t: dict[str, torch.Tensor] = {"grad": draw(0.1).to(grad)}

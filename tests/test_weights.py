@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import offload
 from helpers import BF16, FP32, SETTINGS, Bag, Net, Prepared, bag, ids, net, noise, plain, same, same_models
+from hub import CONFIGS, hub
 from offload.checkpoint import weights
-
-
-@pytest.fixture
-def prepared(tmp_path: Path) -> Iterator[Prepared]:
-    with Prepared(tmp_path) as make:
-        yield make
-
 
 everywhere = pytest.mark.parametrize(("device", "place"), SETTINGS)
 INDEX = "model.safetensors.index.json"
@@ -302,32 +295,11 @@ def test_only_prepared_models(tmp_path: Path) -> None:
 # Hugging Face
 
 
-def _configs() -> dict[str, PretrainedConfig]:
-    llama = {
-        "vocab_size": 96,
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 32,
-    }
-    return {
-        "llama": LlamaConfig(**llama, tie_word_embeddings=False),
-        "llama tied": LlamaConfig(**llama, tie_word_embeddings=True),
-        "gpt2": GPT2Config(vocab_size=96, n_positions=32, n_embd=24, n_layer=2, n_head=2),
-    }
-
-
-def _hf(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config).eval()  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("kind", list(_configs()))
+@pytest.mark.parametrize("kind", ["llama", "llama tied", "gpt2"])
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
 @pytest.mark.parametrize(("device", "place"), [("cpu", "device"), ("sim", "nvme")])
 def test_hugging_face_directories_load_on_meta(prepared: Prepared, tmp_path: Path, kind: str, shard: str, device: str, place: str) -> None:
-    want = _hf(_configs()[kind])
+    want = hub(kind)
     want.save_pretrained(tmp_path / "w", max_shard_size=shard)
     assert (tmp_path / "w" / INDEX).exists() == (shard == "20KB")
     with torch.device("meta"):
@@ -348,11 +320,11 @@ def test_hugging_face_directories_load_on_meta(prepared: Prepared, tmp_path: Pat
 @pytest.mark.parametrize("kind", ["llama tied", "gpt2"])
 def test_a_base_models_directory_loads_into_the_model_with_a_tied_head_and_back(prepared: Prepared, tmp_path: Path, kind: str) -> None:
     """Names with and without the base model's prefix."""
-    want = _hf(_configs()[kind])
+    want = hub(kind)
     want.base_model.save_pretrained(tmp_path / "base")
     want.save_pretrained(tmp_path / "whole")
     with torch.device("meta"):
-        whole, base = AutoModelForCausalLM.from_config(_configs()[kind]), AutoModel.from_config(_configs()[kind])
+        whole, base = AutoModelForCausalLM.from_config(CONFIGS[kind]()), AutoModel.from_config(CONFIGS[kind]())
     twin = prepared(whole, keep=True)
     assert offload.load_pretrained(twin, tmp_path / "base").unexpected == []
     same_models(twin, want)
@@ -362,24 +334,24 @@ def test_a_base_models_directory_loads_into_the_model_with_a_tied_head_and_back(
 
 
 def test_a_base_models_directory_lacks_an_untied_head(prepared: Prepared, tmp_path: Path) -> None:
-    want = _hf(_configs()["llama"])
+    want = hub("llama")
     want.base_model.save_pretrained(tmp_path / "base")
-    twin = prepared(_hf(_configs()["llama"], seed=1), keep=True)
+    twin = prepared(hub("llama", seed=1), keep=True)
     with pytest.raises(offload.CheckpointError, match=r"lm_head\.weight"):
         offload.load_pretrained(twin, tmp_path / "base")
 
 
 def test_another_architecture_is_refused(prepared: Prepared, tmp_path: Path) -> None:
-    _hf(_configs()["gpt2"]).save_pretrained(tmp_path / "w")
-    twin = prepared(_hf(_configs()["llama"]), keep=True)
+    hub("gpt2").save_pretrained(tmp_path / "w")
+    twin = prepared(hub("llama"), keep=True)
     with pytest.raises(offload.CheckpointError, match="architecture"):
         offload.load_pretrained(twin, tmp_path / "w")
 
 
 def test_save_pretrained_of_a_prepared_model_is_whole_or_refused(prepared: Prepared, tmp_path: Path) -> None:
     """Hugging Face's own save reads memory by address: it must get the values or an error, never something else."""
-    want = _hf(_configs()["llama"])
-    twin = prepared(_hf(_configs()["llama"]), keep=True)
+    want = hub("llama")
+    twin = prepared(hub("llama"), keep=True)
     try:
         twin.save_pretrained(tmp_path / "out")
     except (offload.OffloadError, RuntimeError, NotImplementedError):

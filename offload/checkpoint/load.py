@@ -54,7 +54,7 @@ def _verify_for_all(directory: Path, world: World) -> None:
             verify(directory)
         except CheckpointError as error:
             trouble = error
-    told = world.broadcast(str(trouble) if trouble is not None else None, what=f"the checksums of {directory}")
+    told = world.broadcast(str(trouble) if trouble is not None else None, what="the checksums of the checkpoint")
     if told is not None:
         raise trouble or CheckpointError(told)
 
@@ -62,10 +62,10 @@ def _verify_for_all(directory: Path, world: World) -> None:
 def restore(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """`load` of a checkpoint that has been verified."""
     engine, adam = checked(model, optimizer, "load()")
-    with alike(engine.job, f"loading {directory}"):
+    with alike(engine.job, "loading the checkpoint"):
         state, settings, more, modules, extra = _restore(directory, model, engine, adam)
     _install(engine, adam, state, settings, more)
-    with alike(engine.job, f"loading {directory}"):
+    with alike(engine.job, "loading the checkpoint"):
         set_extra_states(model, modules)
     return extra
 

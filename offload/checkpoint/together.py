@@ -77,7 +77,7 @@ def on_all(world: World, target: Path, act: Callable[[], T]) -> list[T]:
         raise
     except Exception as error:
         trouble = error
-    found = world.share([_text(target, world.rank, trouble), result], f"the save to {target}")
+    found = world.share([_text(target, world.rank, trouble), result], "the save of the checkpoint")
     said = next((text for text, _ in found if text is not None), None)
     if isinstance(trouble, OSError) and not isinstance(trouble, OffloadError):
         raise CheckpointError(_text(target, world.rank, trouble)) from trouble

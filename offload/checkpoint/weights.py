@@ -133,13 +133,13 @@ def load_pretrained(model: nn.Module, directory: str | Path, *, strict: bool = T
     """
     engine = engine_of(model)
     directory = Path(directory)
-    with alike(engine.job, f"reading {directory}"):
+    with alike(engine.job, "reading weights"):
         targets, extra, loaded = _checked(model, engine, directory, strict)
     if loaded.missing:
         log.warning("%s lacks %d tensors, which keep the values they have: %s", directory, len(loaded.missing), _few(loaded.missing))
     if loaded.unexpected:
         log.warning("%s has %d tensors that the model has no place for: %s", directory, len(loaded.unexpected), _few(loaded.unexpected))
-    with alike(engine.job, f"reading {directory}"):
+    with alike(engine.job, "reading weights"):
         for target in sorted((t for t in targets if t.filled), key=lambda t: (t.in_order[0].path, t.in_order[0].start)):
             _fill(engine, target)
         set_extra_states(model, {key: torch.cat(list(values([entry], _PARTIAL))).view(entry.shape) for key, entry in extra.items()})

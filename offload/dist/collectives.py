@@ -29,6 +29,7 @@ def assemble(world: World, out: torch.Tensor, what: str) -> None:
 def alike(world: World | None, what: str) -> Iterator[None]:
     """What is raised inside on one rank is raised on all at the end, to which all come: elsewhere as an error of the same kind that names the rank.
 
+    `what` is the same text on all ranks, as their message has its name: no path in it, which each may write in its own way.
     Nothing inside is a collective, as a rank that raises takes part in none. One of no kind of ours is an OffloadError elsewhere.
     """
     if world is None:

@@ -51,7 +51,7 @@ def ratio(ours: list[float], theirs: list[float]) -> float:
 
 
 class SwapProbe:
-    """A file of `nbytes` of random data, moved by the piece, eight in flight; "mixed" alternates reads and writes.
+    """A file of `nbytes` of random data, moved by the piece, eight (or `in_flight`) at a time; "mixed" alternates reads and writes.
 
     A piece is as large as a buffer, by default `PIECE`, of which `nbytes` is a multiple.
     """
@@ -59,6 +59,7 @@ class SwapProbe:
     def __init__(self, path: Path, nbytes: int, **settings: Any) -> None:
         self.nbytes = nbytes
         self.buffers = settings.pop("buffers", None) or random_buffers()
+        self._in_flight = settings.pop("in_flight", PIECES_IN_FLIGHT)
         self.piece = self.buffers[0].numel()
         self.file = SwapFile(path, nbytes, **settings)
 
@@ -74,7 +75,7 @@ class SwapProbe:
     def _run(self, op: str) -> None:
         pending: deque[Any] = deque()
         for i, offset in enumerate(range(0, self.nbytes, self.piece)):
-            if len(pending) >= PIECES_IN_FLIGHT:
+            if len(pending) >= self._in_flight:
                 pending.popleft().wait()
             move = self.file.read if op == "read" or (op == "mixed" and i % 2) else self.file.write
             pending.append(move(offset, self.buffers[i % len(self.buffers)]))

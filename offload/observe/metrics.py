@@ -5,25 +5,23 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import logging
 import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import aiofiles  # type: ignore[import-untyped]
 
 from offload.checkpoint.disk import sync_directory
 from offload.errors import OffloadError
+from offload.observe.closing import Closing
 
-log = logging.getLogger("offload")
 BACKLOG = 256
 
 
-class MetricsWriter:
+class MetricsWriter(Closing):
     """One line per record, in order, each written out before the next is taken.
 
     The file is opened, and made, by the first `write` or `sync`. `write` returns at once unless `BACKLOG` records wait. An error of the file is
@@ -96,14 +94,3 @@ class MetricsWriter:
             self._thread.join()
         if not self._told:
             self._check()
-
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            self.close()
-        except OffloadError as own:
-            if error is None:
-                raise
-            log.warning("%s", own)

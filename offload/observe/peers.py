@@ -23,15 +23,15 @@ _FIO_OPS = {"read": "read", "write": "write", "mixed": "rw"}
 _AIO_TASKS = 4
 
 
-def fio_seconds(path: Path, op: str, nbytes: int, depth: int, block: int) -> float | None:
-    """Seconds fio needs to move `nbytes` by io_uring, or by libaio where that is forbidden; None without fio."""
+def fio_seconds(path: Path, op: str, nbytes: int, depth: int, block: int, *more: str, limit: float = 60) -> float | None:
+    """Seconds fio needs to move `nbytes` by io_uring, or by libaio where that is forbidden, told `more`; None without fio, or past `limit`."""
     if shutil.which("fio") is None:
         return None
     for engine in ("io_uring", "libaio"):
         command = ["fio", "--name=x", f"--filename={path}", f"--size={nbytes}", f"--bs={block}", f"--rw={_FIO_OPS[op]}", "--direct=1",
-                   f"--ioengine={engine}", f"--iodepth={depth}", "--output-format=json"]  # fmt: skip
+                   f"--ioengine={engine}", f"--iodepth={depth}", "--output-format=json", *more]  # fmt: skip
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=True)
             job = json.loads(done.stdout)["jobs"][0]
             return nbytes / float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"])
         except (subprocess.SubprocessError, ValueError, KeyError, ZeroDivisionError):

@@ -5,26 +5,23 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from offload.engine.engine import Engine
 from offload.errors import ConfigError, OffloadError
 from offload.memory.recorder import EVENTS_MOST, Recorder, Sample, Span
-
-log = logging.getLogger("offload")
+from offload.observe.closing import Closing
 
 TRACKS = ("steps", "compute", "stalls", "h2d", "d2h", "device", "landing", "update")
 SAMPLED_EVERY = 2e-3  # seconds, at the least
 _Event = dict[str, Any]
 
 
-class Trace:
+class Trace(Closing):
     """Records from when it is made until `close()`, which writes the file; a context manager.
 
     Spans, newest `most` alone: units' forward, recompute and backward ("compute"), compute's waits ("stalls"), copies by link, gradients landing, the
@@ -115,17 +112,6 @@ class Trace:
             file.flush()
             os.fsync(file.fileno())
         os.replace(self._partial, self._path)
-
-    def __enter__(self) -> Trace:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            self.close()
-        except OffloadError as own:
-            if error is None:
-                raise
-            log.warning("%s", own)
 
 
 def _span(track: str, name: str, start: float, stop: float, detail: Mapping[str, float] | None) -> _Event:

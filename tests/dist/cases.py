@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import offload
@@ -80,6 +82,21 @@ def mesh_of(shape: tuple[int, ...]) -> Any:
 
 def _uses_side(use: str, rank: int) -> bool:
     return {"side": rank == 0, "side in a group": rank < 2}.get(use, True)
+
+
+def refused(act: Callable[[], object]) -> str | None:
+    """What an OffloadError says, after its name; None where there is none."""
+    try:
+        act()
+    except offload.OffloadError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Of all ranks, where it is divided among them."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def _hash(tensors: Any) -> str:

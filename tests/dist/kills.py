@@ -25,9 +25,11 @@ from functools import partial
 from pathlib import Path
 
 import psutil
-from test_train_ranks import LONG, on, start, write
 
 from offload.checkpoint.manifest import verify
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as pytest has it
+from test_train_ranks import LONG, on, start, write
 
 SECONDS = 45.0  # README: "Several ranks" of the command line; torchrun alone takes 30 to end a rank that hears nothing
 MOMENTS = ("starting", "connected", "step", "step", "save", "save")
@@ -162,7 +164,7 @@ def main() -> int:
     steps = 40 + given.kills * (STEPS_MOST + 14)
     with tempfile.TemporaryDirectory(prefix="offload-kills-") as directory:
         where = Path(directory)
-        runs = [write(where / name, stage=given.stage, more="[checkpoint]\nevery = 2") for name in ("calm", "killed")]
+        runs = [write(where / name, stage=given.stage, every=2) for name in ("calm", "killed")]
         calm, _ = on(2, runs[0], "--out", "out", "--set", f"train.steps={steps}")
         try:
             summary, found = disturbed(runs[1], given.kills, steps, random.Random(given.seed))

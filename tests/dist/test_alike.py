@@ -21,18 +21,12 @@ sys.path.insert(0, {str(ROOT / "tests" / "dist")!r})
 import torch
 torch.set_num_threads(1)
 import cases, offload
+from cases import refused
 from offload.checkpoint import disk
 from offload.dist.world import World
 world = World.current(device="cpu")
 FP32 = offload.Precision(compute="fp32", grad="fp32")
 last = world.rank == world.size - 1
-
-def refused(act):
-    try:
-        act()
-    except offload.OffloadError as error:
-        return f"{{type(error).__name__}}: {{error}}"
-    return None
 
 def prepared(model, device="8MiB", host="16MiB", nvme=(), **how):
     return offload.prepare(model, offload.Tiers(device, host, nvme), device="cpu", precision=FP32, **how)

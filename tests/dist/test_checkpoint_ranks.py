@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from ranks import run
 
+from helpers import flip
 from offload.checkpoint.manifest import verify
 
 SCRIPT = """
@@ -109,8 +110,6 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path: Path, 
 def test_a_damaged_one_is_refused_by_all(tmp_path: Path) -> None:
     path = tmp_path / "saved"
     on(2, "save", path, 3, "fp32", "host")
-    data = bytearray((path / "tensors.safetensors").read_bytes())
-    data[-1] ^= 1
-    (path / "tensors.safetensors").write_bytes(data)
+    flip(path / "tensors.safetensors", -1)
     with pytest.raises(AssertionError, match=r"CheckpointError.*damaged: its bytes are not those that were saved"):
         on(2, "load", path, 3, "fp32", "host")

@@ -13,16 +13,11 @@ sys.path.insert(0, {str(ROOT / "tests" / "dist")!r})
 import torch
 torch.set_num_threads(1)
 import cases, offload
+from cases import refused
 from offload.dist.world import World
 world = World.current(device="cpu")
 TIERS = offload.Tiers("8MiB", "16MiB")
 FP32 = offload.Precision(compute="fp32", grad="fp32")
-
-def refused(act):
-    try:
-        act()
-    except offload.OffloadError as error:
-        return f"{{type(error).__name__}}: {{error}}"
 """
 
 REFUSED = (

@@ -23,6 +23,7 @@ sys.path.insert(0, {str(ROOT / "tests" / "dist")!r})
 import torch
 torch.set_num_threads(1)
 import cases, offload
+from cases import refused, whole
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -45,10 +46,6 @@ def prepared(stage=3, place="host", device="cpu", activations="auto", precision=
     how = {{"device": device, "precision": offload.Precision(*precision), "place": place, "stage": stage, "mesh": mesh, "activations": activations}}
     model = offload.prepare(divided(seed), tiers, **how)
     return model, offload.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-
-def whole(tensor):
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 def step(model, optimizer, number, clip=0.5, factor=1.0):
     loss = model(cases.ids(number, 0, DATA), extra=True)
@@ -197,12 +194,6 @@ out["written"] = [float(whole(weight).min()), float(whole(weight).max())]
 weight.grad = distribute_tensor(torch.ones(45, 136), MESH["tp"], (Replicate(),))
 out["norm"] = [float(offload.clip_grad_norm_(other, 1e9)), (45 * 136) ** 0.5]
 out["grad"] = [type(weight.grad).__name__, float(whole(weight.grad).sum())]
-
-def refused(act):
-    try:
-        act()
-    except offload.OffloadError as error:
-        return f"{type(error).__name__}: {error}"
 
 out["no mesh"] = refused(lambda: prepared(mesh=None)) if job.size > 2 else "ConfigError: say which ranks"
 out["own mesh"] = refused(lambda: prepared(mesh=MESH["tp"]))

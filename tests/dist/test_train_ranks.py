@@ -15,43 +15,25 @@ import pytest
 from ranks import LONG, ROOT
 from ranks import run as on_each
 
-from offload.config import RunConfig
-from offload.train.loop import train
+from runs import SMALL, RunFile, records_of, sizes, summary_of
 
-RUN = """
-[model]
-type = "llama"
-config = {{ vocab_size = 128, hidden_size = 64, intermediate_size = 96, num_hidden_layers = 2, num_attention_heads = 4 }}
-[data]
-source = "random"
-seq_length = 16
-batch_size = {batch_size}
-accumulate = {accumulate}
-eval_sequences = 3
-[tiers]
-device = "64MiB"
-host = "48MiB"
-nvme = [["swap", "64MiB"]]
-place = {{ optimizer = "nvme" }}
-[precision]
-compute = "fp32"
-grad = "fp32"
-[optimizer]
-lr = 1e-2
-clip = 1.0
-[train]
-steps = 4
-device = "cpu"
-stage = {stage}
-activations = "recompute"
-{more}
-"""
+SIZES = sizes(128, 64, 96)
+RUN = SMALL.but(
+    model={"config": SIZES},
+    data={"eval_sequences": 3},
+    tiers={"host": "48MiB", "place": {"optimizer": "nvme"}},
+    precision={"compute": "fp32", "grad": "fp32"},
+    optimizer={"clip": 1.0},
+    train={"steps": 4, "activations": "recompute"},
+)
 
 
-def write(where: Path, *, batch_size: int = 2, accumulate: int = 1, stage: int = 3, more: str = "") -> Path:
-    where.mkdir(parents=True, exist_ok=True)
-    (where / "run.toml").write_text(RUN.format(batch_size=batch_size, accumulate=accumulate, stage=stage, more=more))
-    return where / "run.toml"
+def run_file(*, batch_size: int = 2, accumulate: int = 1, stage: int = 3, every: int | None = None) -> RunFile:
+    return RUN.but(data={"batch_size": batch_size, "accumulate": accumulate}, train={"stage": stage}, checkpoint={"every": every})
+
+
+def write(where: Path, **how: int) -> Path:
+    return run_file(**how).write(where)
 
 
 def start(ranks: int, run: Path, *args: str, restarts: int = 0) -> subprocess.Popen[str]:
@@ -86,7 +68,7 @@ def on(ranks: int, run: Path, *args: str, code: int = 0) -> tuple[dict[str, Any]
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One rank with the batches of two."""
     where = tmp_path_factory.mktemp("alone")
-    return train(RunConfig.load(write(where, batch_size=4)), str(where / "out"))
+    return run_file(batch_size=4).train(where)
 
 
 def close(a: Any, b: Any) -> bool:
@@ -94,10 +76,10 @@ def close(a: Any, b: Any) -> bool:
 
 
 def test_groups_of_ranks_train_as_one_rank_does_and_go_on_without_groups(alone: dict[str, Any], tmp_path: Path) -> None:
-    run = write(tmp_path, batch_size=1, stage=2, more="[checkpoint]\nevery = 2")
+    run = write(tmp_path, batch_size=1, stage=2, every=2)
     summary, _ = on(4, run, "--out", "out", "--set", "train.replicate=2", "train.steps=2")
     assert (summary["ranks"], summary["replicate"]) == (4, 2) and summary["state_bytes_per_rank"][:2] == summary["state_bytes_per_rank"][2:]
-    whole, _ = on(2, write(tmp_path, batch_size=2, stage=3, more="[checkpoint]\nevery = 2"), "--resume", "out")
+    whole, _ = on(2, write(tmp_path, batch_size=2, stage=3, every=2), "--resume", "out")
     assert whole["losses"][:2] == summary["losses"] and whole["replicate"] == 1
     for key in ("losses", "eval_loss_first", "eval_loss_last"):
         assert close(whole[key], alone[key]), key
@@ -122,8 +104,8 @@ def test_two_ranks_train_as_one_does_on_the_same_sequences(alone: dict[str, Any]
     moved = summary["moved_bytes"]
     assert (moved["all_gather"] > 0) == (stage > 0) and (moved["reduce_scatter"] > 0) == (stage > 1), moved
     out = tmp_path / "out"
-    assert json.loads((out / "summary.json").read_text()) == summary
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert summary_of(out) == summary
+    lines = records_of(out)
     assert [line["loss"] for line in lines] == summary["losses"] and all(line["tokens"] == 64 for line in lines)
     assert not set(os.listdir(out)) - {"config.toml", "metrics.jsonl", "summary.json", "trace.json.gz", ".lock"}
     assert not list((tmp_path / "swap").glob("*"))
@@ -139,14 +121,12 @@ def test_texts_are_tokenized_once_for_all(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     made.save(str(model / "tokenizer.json"))
-    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    (model / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes}))
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES}))
     save_weights(model)
     summaries = []
     for name, ranks, size in (("one", 1, 4), ("two", 2, 2)):
-        run = write(tmp_path, batch_size=size)
-        run.write_text(run.read_text().replace('type = "llama"', 'path = "model"').replace('source = "random"', 'source = "texts/*.txt"'))
-        run.write_text("\n".join(line for line in run.read_text().splitlines() if not line.startswith("config = ")))
+        texts = run_file(batch_size=size).but(model={"type": None, "config": None, "path": "model"}, data={"source": "texts/*.txt"})
+        run = texts.write(tmp_path)
         summaries.append(on(ranks, run, "--out", name, "--set", "train.steps=2")[0])
     assert close(summaries[0]["losses"], summaries[1]["losses"]) and close(summaries[0]["eval_loss_last"], summaries[1]["eval_loss_last"])
 
@@ -176,7 +156,7 @@ def test_what_one_rank_refuses_is_said_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_ranks_with_the_same_step_saved(tmp_path: Path, number: signal.Signals) -> None:
-    run = write(tmp_path, more="[checkpoint]\nevery = 1000")
+    run = write(tmp_path, every=1000)
     process = start(2, run, "--out", "out", "--set", "train.steps=100000")
     assert process.stderr is not None
     try:
@@ -188,31 +168,29 @@ def test_a_signal_ends_all_ranks_with_the_same_step_saved(tmp_path: Path, number
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    summary = summary_of(tmp_path / "out")
     assert summary["interrupted"] and summary["steps"] >= 3 and summary["checkpoint"] == f"step-{summary['steps']:08d}"
     assert os.listdir(tmp_path / "out/checkpoints") == [summary["checkpoint"]]
     assert not list((tmp_path / "swap").glob("*"))
 
 
 def test_checkpoints_go_on_under_another_number_of_ranks_and_another_stage(alone: dict[str, Any], tmp_path: Path) -> None:
-    saved = "[checkpoint]\nevery = 2"
-    whole, _ = on(2, write(tmp_path, more=saved), "--out", "whole")
-    on(2, write(tmp_path, more=saved), "--out", "out", "--set", "train.steps=2")
-    one = write(tmp_path, batch_size=4, stage=1, more=saved)
+    whole, _ = on(2, write(tmp_path, every=2), "--out", "whole")
+    on(2, write(tmp_path, every=2), "--out", "out", "--set", "train.steps=2")
+    one = write(tmp_path, batch_size=4, stage=1, every=2)
     first, _ = on(1, one, "--resume", "out", "--set", "train.steps=3")
     assert first["losses"][:2] == whole["losses"][:2] and close(first["losses"], alone["losses"][:3])
-    two, _ = on(2, write(tmp_path, stage=2, more=saved), "--resume", "out")
+    two, _ = on(2, write(tmp_path, stage=2, every=2), "--resume", "out")
     assert two["losses"][:3] == first["losses"] and close(two["losses"], alone["losses"])
-    _, err = on(2, write(tmp_path, batch_size=4, more=saved), "--resume", "whole", "--set", "train.steps=6", code=1)
+    _, err = on(2, write(tmp_path, batch_size=4, every=2), "--resume", "whole", "--set", "train.steps=6", code=1)
     assert "data.batch_size is 4 and was 2" in err
-    _, err = on(1, write(tmp_path, batch_size=2, more=saved), "--resume", "whole", "--set", "train.steps=6", code=1)
+    _, err = on(1, write(tmp_path, batch_size=2, every=2), "--resume", "whole", "--set", "train.steps=6", code=1)
     assert "2 ranks x data.batch_size 2 x data.accumulate 1" in err
 
 
 def test_a_killed_rank_ends_the_others_and_a_restart_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    saved = "[checkpoint]\nevery = 2"
-    calm, _ = on(2, write(tmp_path / "calm", more=saved), "--out", "out", "--set", "train.steps=40")
-    run = write(tmp_path / "killed", more=saved)
+    calm, _ = on(2, write(tmp_path / "calm", every=2), "--out", "out", "--set", "train.steps=40")
+    run = write(tmp_path / "killed", every=2)
     process = start(2, run, "--resume", "out", "--set", "train.steps=40", restarts=1)
     assert process.stderr is not None
     said = []

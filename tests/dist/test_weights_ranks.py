@@ -14,8 +14,9 @@ import torch
 from ranks import ROOT, run
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, MixtralConfig
 
+import hub
 import offload
 from offload.checkpoint.manifest import verify
 
@@ -25,6 +26,7 @@ sys.path.insert(0, {str(ROOT / "tests" / "dist")!r})
 import torch
 torch.set_num_threads(1)
 import cases, offload
+from cases import refused, whole
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -60,29 +62,14 @@ def prepared(kind="net", stage=3, meta=False, place="host", compute="fp32", mast
     mesh = MESH["dp"] if tp > 1 else None
     return offload.prepare(made(kind, meta), tiers, device=device, precision=precision, place=places, stage=stage, mesh=mesh)
 
-def whole(tensor):
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
-
 def hashed(model):
     return cases._hash((name, whole(p)) for name, p in sorted(model.named_parameters()))
-
-def refused(act):
-    try:
-        act()
-    except offload.OffloadError as error:
-        return f"{{type(error).__name__}}: {{error}}"
 """
 
 CONFIGS: dict[str, Any] = {
-    "llama": lambda: LlamaConfig(
-        vocab_size=96, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=32,
-        tie_word_embeddings=False,
-    ),
-    "mixtral": lambda: MixtralConfig(
-        vocab_size=96, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, num_local_experts=4,
-    ),
-}  # fmt: skip
+    "llama": hub.CONFIGS["llama"],
+    "mixtral": lambda: MixtralConfig(**hub.SIZES, num_key_value_heads=1, num_local_experts=4),
+}
 PLACES = [("[2, 2]", 3), ("[2, 2]", 0), ("[1, 2]", 3), ("[3, 1]", 3), ("[2, 1]", 1)]
 
 

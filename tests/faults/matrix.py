@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import harm
+import helpers
 from child import Child
 from disks import read_only, small_disk
 from offload.checkpoint.disk import SAVING
@@ -72,9 +73,7 @@ def swap_error(side: str, said: str, way: str = CHECK) -> tuple[str, ...]:
 
 def flip(scene: Scene, name: str, which: tuple[str, ...] = (NEWEST,)) -> None:
     for path in _files(scene, name, which):
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 16
-        path.write_bytes(data)
+        helpers.flip(path)
 
 
 def cut(scene: Scene, name: str, which: tuple[str, ...] = (NEWEST,)) -> None:

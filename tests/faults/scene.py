@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,32 +12,16 @@ from typing import Any
 import harm
 from child import Child
 from offload.checkpoint.manifest import verify
+from runs import SMALL, records_of, summary_of
 
-RUN = """
-[model]
-type = "llama"
-config = { vocab_size = 64, hidden_size = 32, intermediate_size = 64, num_hidden_layers = 2, num_attention_heads = 4 }
-[data]
-source = "random"
-seq_length = 8
-eval_sequences = 1
-[tiers]
-device = "64MiB"
-host = "32MiB"
-nvme = [["swap", "8MiB"]]
-place = { parameter = "nvme", gradient = "nvme", optimizer = "nvme" }
-checksum = true
-[precision]
-compute = "fp32"
-[optimizer]
-lr = 1e-2
-clip = 1.0
-[train]
-steps = 8
-device = "cpu"
-[checkpoint]
-every = 2
-"""
+RUN = SMALL.but(
+    data={"seq_length": 8},
+    tiers={"nvme": [["swap", "8MiB"]], "place": {"parameter": "nvme", "gradient": "nvme", "optimizer": "nvme"}, "checksum": True},
+    precision={"compute": "fp32"},
+    optimizer={"clip": 1.0},
+    train={"steps": 8},
+    checkpoint={"every": 2},
+)
 OLDER, NEWEST, SAVED_NEXT = "step-00000002", "step-00000004", "step-00000006"
 
 
@@ -59,8 +42,7 @@ class Scene:
         self.disk, self.out, self.swap = where / "disk", where / "disk/out", where / "swap"
         self.harmed = ExitStack()  # what is to be undone before the run goes on
         self.mounts = ExitStack()  # and at the end
-        where.mkdir(parents=True, exist_ok=True)
-        (where / "run.toml").write_text(RUN)
+        self._run = RUN.write(where)
         self.lay_out()
 
     def lay_out(self) -> None:
@@ -75,21 +57,21 @@ class Scene:
         return sorted((self.out / "checkpoints").glob("*"))
 
     def start(self, harmed: Callable[[Any], None] | None = None, how: str = "--resume") -> Child:
-        return self.command(["train", str(self.where / "run.toml"), how, str(self.out)], harmed)
+        return self.command(["train", str(self._run), how, str(self.out)], harmed)
 
     def command(self, argv: list[str], harmed: Callable[[Any], None] | None = None) -> Child:
         self._count += 1
         return Child(self.where / f"said-{self._count}", argv, harmed)
 
     def summary(self) -> dict[str, Any]:
-        return json.loads((self.out / "summary.json").read_text())  # type: ignore[no-any-return]
+        return summary_of(self.out)
 
     def finished_right(self) -> None:
         """The run is at its end, to the bits of the calm one."""
         assert self.calm is not None
         for key in ("digest", "losses", "steps", "eval_loss_first", "eval_loss_last", "checkpoint", "interrupted"):
             assert self.summary()[key] == self.calm.summary[key], key
-        assert len((self.out / "metrics.jsonl").read_text().splitlines()) == self.calm.summary["steps"]
+        assert len(records_of(self.out)) == self.calm.summary["steps"]
 
     def whole(self) -> None:
         """Every checkpoint is."""
