@@ -84,7 +84,7 @@ def save_through(
     target = Path(os.path.abspath(directory))
     if "\0" in str(target):
         raise ConfigError(f"{str(target)!r} can be no directory, as it has a zero byte; save to another")
-    with alike(engine.job, f"saving to {target}"):
+    with alike(engine.job, "saving"):
         state, tensors = _gather(engine, adam, extra)
     engine.device.make_room(ROOM)
     entries, of = arrange((t.name, STORED[t.dtype], t.shape) for t in tensors), {t.name: t for t in tensors}
