@@ -260,7 +260,7 @@ def prepare(
             _check_machine(own, made, target, job)
         target.in_flight_bytes_most = made.working.in_flight
         target.resident_bytes_most = base_bytes(unknown=own) + made.peak_bytes["host"] + tiers.device
-        target.keep(made.surge_bytes, made.free_bytes, made.reuses_freed)
+        target.keep(made.keeps_freed, made.surge_bytes, made.reuses_freed)
         Engine(model, found, made, tiers, target, seed, accumulate if updates == "backward" else 0, world, beside)
     except BaseException:
         target.close()

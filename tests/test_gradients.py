@@ -13,6 +13,7 @@ from torch import nn
 
 import offload
 from helpers import BF16, SETTINGS, Bag, Prepared, bag, both, clip, ids, near, net, noise, pairs, plain, same, same_gradients
+from offload.engine.registry import engine_of
 
 everywhere = pytest.mark.parametrize(("device", "place"), SETTINGS)
 Touch = Callable[[nn.Module], Any]
@@ -33,6 +34,47 @@ def test_gradients_equal_torchs_to_the_bit(prepared: Prepared, device: str, plac
             False,
             True,
         )
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_each_gradient_lands_before_the_rest_of_its_unit_is_computed(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch, device: str, activations: str
+) -> None:
+    """So that no more than one is on the device, as is planned for; several would be as much as the whole unit."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+                if x.requires_grad:
+                    x.register_hook(lambda g: events.append("backward"))
+            return x
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Layers() for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x.sum()
+
+    events: list[str] = []
+    model = prepared(Model(), "host", device=device, activations=activations, batch=(1, 4))
+    engine = engine_of(model)
+    land = engine.gradients.land
+    monkeypatch.setattr(engine.gradients, "land", lambda record, *a: (events.append(record.name), land(record, *a))[1])
+    loss = model(torch.ones(1, 4, 8))
+    events.clear()
+    loss.backward()
+    want = [e for b in (1, 0) for i in (3, 2, 1, 0) for e in ("backward", f"blocks.{b}.layers.{i}.weight")]
+    assert events == want
 
 
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])

@@ -265,7 +265,7 @@ def test_freed_memory_counts_as_room_where_it_can_be(width: int, reused: bool) -
     """Not where a block's gradients are too large for the C library to keep: beside what it kept of others they would be over the budget."""
     units = [UnitSpec(f"u{i}", (ParameterSpec("w", width * 2048, "fp32", True, 1, 2048),), 0, True) for i in range(4)]
     plan = plan_units(units, Capacities(1024 * MIB, 4096 * MIB, 0, True, True), Precision(), batch=demand.Batch(1, 64))
-    assert plan.surge_bytes is not None
+    assert plan.keeps_freed and plan.surge_bytes < plan.free_bytes // 2
     assert plan.reuses_freed == reused
 
 

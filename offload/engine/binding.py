@@ -13,6 +13,10 @@ from offload.engine.atrest import AtRest
 from offload.engine.gradients import Gradients
 from offload.engine.record import Record
 
+# A backward takes, of what is ready, the node with the greatest number, so that each gradient lands as soon as it is whole. By the numbers that a
+# forward gives, those of a unit would all be held until the rest of its backward is done, as they are bound before anything is computed.
+SOON = 1 << 63
+
 
 class Bind(torch.autograd.Function):
     """Forward: the parameter's value on the device. Backward: its gradient goes on to the parameter at rest, through AccumulateGrad."""
@@ -50,11 +54,18 @@ def bind(entries: list[Entry], flats: dict[int, list[torch.Tensor]], gradients: 
         if value is None:
             value = flats[record.unit][record.flat][record.offset : record.offset + record.numel].view(record.shape)
             trains = grad and record.parameter.requires_grad
-            value = Bind.apply(record.parameter, value, record, gradients) if trains else record.whole(value)  # type: ignore[no-untyped-call]
+            value = _trained(record, value, gradients) if trains else record.whole(value)
             bound[record.number] = value
         before.append(entry.module._parameters[entry.name])
         _put(entry, value)
     return before
+
+
+def _trained(record: Record, value: torch.Tensor, gradients: Gradients) -> torch.Tensor:
+    bound: torch.Tensor = Bind.apply(record.parameter, value, record, gradients)  # type: ignore[no-untyped-call]
+    node: Any = bound.grad_fn
+    node._set_sequence_nr(SOON)
+    return bound
 
 
 def unbind(entries: list[Entry], before: list[torch.Tensor | None]) -> None:

@@ -259,7 +259,7 @@ class Engine:
             if made.summed:
                 self._open_sums(made)
                 self.resident.replace(self.places.dtype)
-            self.device.keep(made.surge_bytes, made.free_bytes, made.reuses_freed)
+            self.device.keep(made.keeps_freed, made.surge_bytes, made.reuses_freed)
             self.plan, self.streamer.recomputed, self.streamer.unplanned = made, made.recomputed, False
 
     def _reserve_boundaries(self, boundaries: Boundaries) -> None:

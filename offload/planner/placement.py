@@ -135,13 +135,17 @@ class Plan:
         return sum(u.repeated for u in self.request.units) if self.request.activations == "keep" else self.request.kept
 
     @property
-    def surge_bytes(self) -> int | None:
-        """What may come to live on the device while one unit is computed; None where that is unknown or much of what is free."""
+    def surge_bytes(self) -> int:
+        """What may come to live on the device while one unit is computed; without a batch, which says it, half of what is free."""
         if self.batch is None:
-            return None
+            return self.free_bytes // 2
         largest = demand.largest_kept([u.spec for u in self.layouts], self.batch, self.compute)
-        surge = largest + self.working.logits + self.working.gradients + self.working.slack
-        return surge if surge < self.free_bytes // 2 else None
+        return largest + self.working.logits + self.working.gradients + self.working.slack
+
+    @property
+    def keeps_freed(self) -> bool:
+        """Whether there is room for memory that compute has freed: beside what one unit may add."""
+        return self.batch is not None and self.surge_bytes < self.free_bytes // 2
 
     @property
     def reuses_freed(self) -> bool:

@@ -206,8 +206,8 @@ class CudaDevice(Device):
     def relieve(self) -> None:
         return None  # device memory is not resident memory
 
-    def keep(self, surge_bytes: int | None, free_bytes: int, reuses_freed: bool = True) -> None:
-        super().keep(None, 0)  # the heap holds no activations, and nobody would give back what it keeps
+    def keep(self, freed: bool, margin_bytes: int, reuses_freed: bool = True) -> None:
+        super().keep(False, 0)  # the heap holds no activations, and nobody would give back what it keeps
 
     def depths(self) -> dict[str, int]:
         return {"h2d": self._in.depth, "d2h": self._out.depth}

@@ -146,7 +146,7 @@ class Device(ABC):
         if self.keeps_freed and self.reuses_freed:
             if room >= self.margin_bytes - min(_core.freed_bytes(), self.margin_bytes) // REUSED_SHARE:
                 return
-            self.keep(None, 2 * self.margin_bytes)
+            self.keep(False, self.margin_bytes)
         _core.trim()
 
     def make_room(self, nbytes: int) -> None:
@@ -154,13 +154,11 @@ class Device(ABC):
         if self.resident_bytes_most - resident_bytes() < nbytes:
             _core.trim()
 
-    def keep(self, surge_bytes: int | None, free_bytes: int, reuses_freed: bool = True) -> None:
-        """`surge_bytes`: what one unit may add, where that is little beside `free_bytes` of the budget, so that there is room for freed memory;
-        `reuses_freed`: and that may be counted on for part of what a unit adds."""
-        self.reuses_freed = reuses_freed
-        self.keeps_freed = surge_bytes is not None
-        self.margin_bytes = free_bytes // 2 if surge_bytes is None else surge_bytes
-        _core.keep_freed(self.keeps_freed)
+    def keep(self, freed: bool, margin_bytes: int, reuses_freed: bool = True) -> None:
+        """Whether memory that compute has `freed` is kept for what it allocates next; `margin_bytes`: what one unit may add, for which there is to be
+        room; `reuses_freed`: what is kept may be counted on for part of that."""
+        self.keeps_freed, self.margin_bytes, self.reuses_freed = freed, margin_bytes, reuses_freed
+        _core.keep_freed(freed)
 
     def depths(self) -> dict[str, int]:
         """Transfers not done, by link."""
@@ -172,7 +170,7 @@ class Device(ABC):
 
     def close(self) -> None:
         self.settle()
-        self.keep(None, 0)
+        self.keep(False, 0)
 
 
 def _pieces(copy: Copy, frame_bytes: int) -> list[tuple[int, int]]:
@@ -298,7 +296,7 @@ class CpuDevice(Device):
     def close(self) -> None:
         if self._in is not None:
             self._in.close()
-        self.keep(None, 0)
+        self.keep(False, 0)
 
 
 class SimDevice(Device):
@@ -373,4 +371,4 @@ class SimDevice(Device):
     def close(self) -> None:
         for queue in (self._in, self._out, *self._work):
             queue.close()
-        self.keep(None, 0)
+        self.keep(False, 0)
