@@ -26,6 +26,7 @@ from offload.observe.runtime import Runtime
 from offload.planner.boundaries import boundaries
 from offload.planner.demand import Batch
 from offload.planner.form import StateForm
+from offload.planner.freed import freed
 from offload.planner.layout import UnitSpec
 from offload.planner.placement import Plan, gradient_dtypes, human, plan_units
 from offload.planner.request import Capacities
@@ -260,7 +261,7 @@ def prepare(
             _check_machine(own, made, target, job)
         target.in_flight_bytes_most = made.working.in_flight
         target.resident_bytes_most = base_bytes(unknown=own) + made.peak_bytes["host"] + tiers.device
-        target.keep(made.keeps_freed, made.surge_bytes, made.reuses_freed)
+        target.keep(*freed(made))
         Engine(model, found, made, tiers, target, seed, accumulate if updates == "backward" else 0, world, beside)
     except BaseException:
         target.close()

@@ -18,6 +18,7 @@ from offload.config import Precision, parse_size
 from offload.errors import ConfigError, PlanError
 from offload.planner import demand
 from offload.planner.form import StateForm
+from offload.planner.freed import freed
 from offload.planner.layout import ALIGN, CHUNK_ALIGN, DTYPE_BYTES, ParameterSpec, UnitSpec, lay_out, slot_bytes
 from offload.planner.placement import Plan, chunks_of, gradient_chunk_bytes, nvme_extents, plan_units
 from offload.planner.request import Capacities
@@ -265,8 +266,8 @@ def test_freed_memory_counts_as_room_where_it_can_be(width: int, reused: bool) -
     """Not where a block's gradients are too large for the C library to keep: beside what it kept of others they would be over the budget."""
     units = [UnitSpec(f"u{i}", (ParameterSpec("w", width * 2048, "fp32", True, 1, 2048),), 0, True) for i in range(4)]
     plan = plan_units(units, Capacities(1024 * MIB, 4096 * MIB, 0, True, True), Precision(), batch=demand.Batch(1, 64))
-    assert plan.keeps_freed and plan.surge_bytes < plan.free_bytes // 2
-    assert plan.reuses_freed == reused
+    assert freed(plan).kept and freed(plan).margin_bytes < plan.free_bytes // 2
+    assert freed(plan).reused == reused
 
 
 def test_one_memory_with_room_on_the_host_leaves_the_device_alone() -> None:

@@ -48,6 +48,7 @@ from offload.memory.shard import Shard, check_process
 from offload.memory.swap import Extent, SwapSpace
 from offload.planner.boundaries import Boundaries
 from offload.planner.demand import Batch
+from offload.planner.freed import freed
 from offload.planner.placement import Plan, human
 from offload.planner.sums import sum_bytes
 from offload.transfer.device import Device
@@ -259,7 +260,7 @@ class Engine:
             if made.summed:
                 self._open_sums(made)
                 self.resident.replace(self.places.dtype)
-            self.device.keep(made.keeps_freed, made.surge_bytes, made.reuses_freed)
+            self.device.keep(*freed(made))
             self.plan, self.streamer.recomputed, self.streamer.unplanned = made, made.recomputed, False
 
     def _reserve_boundaries(self, boundaries: Boundaries) -> None:

@@ -15,14 +15,12 @@ so that one whose steps may have to be skipped whole is refused before anything 
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
-from types import CodeType, FrameType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,6 +38,7 @@ from offload.engine.buffers import Buffers
 from offload.engine.caches import as_they_are
 from offload.engine.eager import compiled_by, compiler, eager
 from offload.engine.early import Early
+from offload.engine.functions import in_backward, in_forward
 from offload.engine.gradients import Gradients
 from offload.engine.order import AccessOrder
 from offload.engine.record import Record, Unit
@@ -212,7 +211,7 @@ class Streamer:
                 self.gradients.entries.new_forward()
                 if self.unplanned:  # it was not the root that was called, or nothing was given to it
                     self.on_root(list(_tensors((args, kwargs))))
-            if self._with_gradients and not torch.is_grad_enabled() and _within_function():
+            if self._with_gradients and not torch.is_grad_enabled() and in_forward():
                 self.early.hidden.update(self.owners[number])
             self.order.computed(self.owners[number])
         self._check(number)
@@ -412,7 +411,7 @@ class Streamer:
         if self._backward.task == -1 and torch._C._current_graph_task_id() >= 0:
             self._backward.task = torch._C._current_graph_task_id()
             self.slots.device.stalls.computing("backward")
-            if _functions_in_backward() > functions:  # it runs inside another one: a custom function's, as reentrant checkpoints are
+            if in_backward() > functions:  # it runs inside another one: a custom function's, as reentrant checkpoints are
                 self.gradients.nested_backward()
                 self.early.nested()
             else:
@@ -532,25 +531,6 @@ def _inside(top: nn.Module, unit: Unit, units: list[Unit]) -> Iterator[nn.Module
         seen.add(id(module))
         yield module
         stack.extend(module.children())
-
-
-def _functions_in_backward() -> int:
-    """How many custom functions are running their backward, one inside another."""
-    return _on_stack(torch.autograd.function.BackwardCFunction.apply.__code__)
-
-
-def _within_function() -> bool:
-    """Whether a custom function is running its forward: what computes without gradients there may compute with them in its backward."""
-    return _on_stack(torch.autograd.Function.apply.__func__.__code__) > 0  # type: ignore[attr-defined]
-
-
-def _on_stack(code: CodeType) -> int:
-    """How many calls of a function of Python's are under way."""
-    count, at = 0, cast("FrameType | None", sys._getframe(1))
-    while at is not None:
-        count += at.f_code is code
-        at = at.f_back
-    return count
 
 
 def _arrival(number: int, gradients: Gradients) -> Callable[[torch.Tensor], None]:

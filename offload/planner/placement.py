@@ -51,7 +51,6 @@ FRAMES_MOST, FRAMES_LEAST = 8, 3
 STAGING_SHARE = 5  # staging above the least takes at most this fraction of what the host has for it and for state that may rest anywhere
 SLOT_SHARE = 2  # as much for slots above the fewest, on a device where state may rest
 SLOT_COPIES = 3
-NEVER_KEPT = 32 << 20  # bytes of a block from which on memory comes from the kernel, whatever is free (cpp/simd/heap.cpp)
 FLIGHT = 4  # gradients of the largest size that may be in flight at once, where the device has room for them
 
 
@@ -133,25 +132,6 @@ class Plan:
         """How many repeated units were to keep their activations at the least, as `keeping` takes it."""
         assert self.request is not None
         return sum(u.repeated for u in self.request.units) if self.request.activations == "keep" else self.request.kept
-
-    @property
-    def surge_bytes(self) -> int:
-        """What may come to live on the device while one unit is computed; without a batch, which says it, half of what is free."""
-        if self.batch is None:
-            return self.free_bytes // 2
-        largest = demand.largest_kept([u.spec for u in self.layouts], self.batch, self.compute)
-        return largest + self.working.logits + self.working.gradients + self.working.slack
-
-    @property
-    def keeps_freed(self) -> bool:
-        """Whether there is room for memory that compute has freed: beside what one unit may add."""
-        return self.batch is not None and self.surge_bytes < self.free_bytes // 2
-
-    @property
-    def reuses_freed(self) -> bool:
-        """Whether what the C library keeps of freed memory is room for what a repeated unit allocates: not for gradients that it never keeps."""
-        repeated = (p for u in self.layouts if u.spec.repeated for p in u.spec.parameters)
-        return max((p.numel for p in repeated if p.trained), default=0) * DTYPE_BYTES[self.compute] < NEVER_KEPT
 
     @property
     def free_bytes(self) -> int:

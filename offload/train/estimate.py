@@ -28,6 +28,7 @@ from offload.observe import adam, measure, profile
 from offload.observe.compute import calls_of, compute_seconds, timed
 from offload.planner import cost
 from offload.planner.cost import Compute, Rates, Traffic
+from offload.planner.freed import freed
 from offload.planner.placement import Plan, holding, keeping, keeping_gradients
 from offload.planner.schedule import LEAST_GAIN, TRIED, Speeds, Work, choose_early, schedule, taken
 from offload.train import loss, model
@@ -232,7 +233,7 @@ def _update_rate(precision: Precision, room: int, local_ranks: int) -> float:
 def estimate(model_config: Any, config: RunConfig, plan: Plan, in_chunks: bool, device: torch.device, local_ranks: int = 1) -> Estimate:
     """Measures compute, and what the machine's profile does not have, in the memory that the plan will take."""
     room = plan.peak_bytes["host"] + (config.tiers.device if device.type != "cuda" else 0)
-    _core.keep_freed(device.type != "cuda" and plan.keeps_freed)  # as the run will: page faults are a fifth of a unit's compute
+    _core.keep_freed(device.type != "cuda" and freed(plan).kept)  # as the run will: page faults are a fifth of a unit's compute
     try:
         units, order = model_compute(model_config, config, in_chunks, device)
         return Estimate(units, order, machine_rates(config.tiers_value(), config.precision_value(), device, room, local_ranks))
