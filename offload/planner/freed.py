@@ -12,7 +12,7 @@ NEVER_KEPT = 32 << 20  # bytes of a block from which on memory comes from the ke
 
 
 class Freed(NamedTuple):
-    """`kept`: there is room for it, beside what one unit may add, `margin_bytes`; `reused`: what is kept is room for part of that."""
+    """`kept`: there is room for it; `margin_bytes`: what is to be left for what a unit adds; `reused`: what is kept is room for part of that."""
 
     kept: bool
     margin_bytes: int
@@ -20,19 +20,14 @@ class Freed(NamedTuple):
 
 
 def freed(plan: Plan) -> Freed:
-    """What a plan has room for. Without a batch it is not known what a unit may add: half of what is free is left for it, and nothing kept."""
-    margin = surge_bytes(plan)
-    if margin is None:
-        return Freed(False, plan.free_bytes // 2, _reused(plan))
-    return Freed(margin < plan.free_bytes // 2, margin, _reused(plan))
-
-
-def surge_bytes(plan: Plan) -> int | None:
-    """What may come to live on the device while one unit is computed."""
+    """What a plan has room for. Where it keeps nothing, what lies free in pieces too small to go back by themselves leaves room for the greatest of
+    what a unit adds, or half of what is free, whichever is more; without a batch it is not known what a unit adds."""
+    spare, work = plan.free_bytes // 2, plan.working
     if plan.batch is None:
-        return None
+        return Freed(False, spare, _reused(plan))
     largest = demand.largest_kept([u.spec for u in plan.layouts], plan.batch, plan.compute)
-    return largest + plan.working.logits + plan.working.gradients + plan.working.slack
+    surge = largest + work.logits + work.gradients + work.slack
+    return Freed(True, surge, _reused(plan)) if surge < spare else Freed(False, max(spare, work.logits + work.gradients), _reused(plan))
 
 
 def _reused(plan: Plan) -> bool:
