@@ -61,6 +61,19 @@ def test_a_digest_is_of_what_was_read() -> None:
     assert PackedSequences(rows + 1, seed=1).digest(1) != digests[1]
 
 
+def test_a_digest_goes_on_from_the_last_one() -> None:
+    rows = np.arange(30, dtype=np.int32).reshape(10, 3)
+    wanted = {n: PackedSequences(rows, seed=1).digest(n) for n in (0, 4, 7, 10, 12, 20)}
+    read = rows.copy()
+    source = PackedSequences(read, seed=1)
+    for count in (0, 4, 4, 7, 10, 12, 20):
+        assert source.digest(count) == wanted[count]
+        read[:count] = -1  # what it was of is not read again
+    assert PackedSequences(rows, seed=1).digest(7) == wanted[7]
+    again = PackedSequences(rows, seed=1)
+    assert [again.digest(n) for n in (12, 4, 7)] == [wanted[n] for n in (12, 4, 7)]  # fewer: from the start
+
+
 def test_files_are_found_sorted_and_missing_ones_named(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     for name in ("b.py", "a.py", "sub/c.py", "d.txt"):

@@ -64,6 +64,7 @@ class PackedSequences:
     def __init__(self, tokens: npt.NDArray[np.int32], seed: int) -> None:
         self._tokens, self._seed = tokens, seed
         self._epoch, self._order = 0, np.arange(len(tokens))
+        self._hash, self._hashed = xxhash.xxh3_128(), 0  # of the first so many
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -77,9 +78,15 @@ class PackedSequences:
         return np.asarray(self._tokens[self._order[row]], dtype=np.int64)
 
     def digest(self, count: int) -> str:
-        """Of those of the first epoch, from which others follow; it tells where that ended, if it did."""
+        """Of those of the first epoch, from which others follow; it tells where that ended, if it did. What the last one was of is not read again."""
         ended = f" of {len(self._tokens)}" if count > len(self._tokens) else ""
-        return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(self._tokens[:count]).data) + ended
+        if count < self._hashed:
+            self._hash, self._hashed = xxhash.xxh3_128(), 0
+        rows = self._tokens[self._hashed : count]
+        if len(rows):
+            self._hash.update(np.ascontiguousarray(rows).data)
+            self._hashed += len(rows)
+        return str(self._hash.hexdigest()) + ended
 
 
 def micro_batch(source: Source, step: int, micro: int, *, batch_size: int, accumulate: int, rank: int = 0, ranks: int = 1) -> Tokens:
