@@ -259,7 +259,7 @@ def prepare(
         own = _own_bytes(model)
         with alike(job, "looking for memory"):
             _check_machine(own, made, target, job)
-        target.in_flight_bytes_most = made.working.in_flight
+        target.in_flight_bytes_most, target.gradient_bytes_most = made.working.in_flight, made.working.largest
         target.resident_bytes_most = base_bytes(unknown=own) + made.peak_bytes["host"] + tiers.device
         target.keep(*freed(made))
         Engine(model, found, made, tiers, target, seed, accumulate if updates == "backward" else 0, world, beside)
