@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.checkpoint.hub import watch_saves
 from offload.config import Precision, Tiers, check_updates, shown
 from offload.dist.collectives import alike
 from offload.dist.divided import check_backends, mesh_of, part_of
@@ -266,6 +267,7 @@ def prepare(
     except BaseException:
         target.close()
         raise
+    watch_saves(model)
     return model
 
 
