@@ -101,6 +101,9 @@ def test_a_damaged_checkpoint(run: Path, tmp_path: Path, capsys: Said, name: str
         assert main([argv[0], *(str(tmp_path / a) if not a.startswith("-") else a for a in argv[1:])]) == 2
         said = capsys.readouterr()
         assert said.out == "" and said.err.count("\n") == 1 and said.err.startswith("error: ") and says in said.err and "step-00000003" in said.err
+        before = tmp_path / "out/checkpoints/step-00000002"
+        other = f". Whole: {before.name}\n" if argv[0] == "verify" else f". The one before: offload export {before} "
+        assert (other in said.err) == (argv[1] == "out")
     assert not (tmp_path / "weights").exists()
     assert main(["verify", str(tmp_path / "out/checkpoints/step-00000002")]) == 0
     assert main(["export", str(tmp_path / "out/checkpoints/step-00000002"), str(tmp_path / "weights")]) == 0

@@ -9,7 +9,7 @@ from typing import Any
 from offload.cli.app import emit
 from offload.cli.files import check, checkpoints
 from offload.config import ModelTable, RunConfig, format_count, format_size
-from offload.errors import ConfigError
+from offload.errors import CheckpointError, ConfigError
 
 _BESIDE = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
@@ -47,9 +47,12 @@ def _text(result: dict[str, Any]) -> str:
 
 def export_command(directory: str, out: str, model: str | None, max_shard_size: str, as_json: bool) -> int:
     """Verifies the newest checkpoint of a run, or the one given, and writes its weights to `out`."""
-    checkpoint = checkpoints(directory)[-1]
+    *before, checkpoint = checkpoints(directory)
     table = _model_table(checkpoint, model)
-    check(checkpoint)
+    try:
+        check(checkpoint)
+    except CheckpointError as error:
+        raise (CheckpointError(f"{error}. The one before: offload export {before[-1]} {out}") if before else error) from None
     import transformers
 
     from offload.checkpoint.export import export, saved_tensors

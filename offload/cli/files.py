@@ -11,7 +11,7 @@ from typing import Any
 
 from offload.cli.app import emit
 from offload.config import RunConfig, format_size
-from offload.errors import ConfigError
+from offload.errors import CheckpointError, ConfigError
 
 
 def checkpoints(directory: str) -> list[Path]:
@@ -40,13 +40,27 @@ def check(checkpoint: Path) -> None:
 
 
 def verify_command(directory: str, as_json: bool) -> int:
-    """Prints the checkpoints that are good; the first that is not is the error."""
+    """Prints the checkpoints that are good; the first that is not is the error, which tells of the others too."""
     found = checkpoints(directory)
+    good, bad = list[Path](), dict[Path, CheckpointError]()
     for path in found:
-        check(path)
+        try:
+            check(path)
+            good.append(path)
+        except CheckpointError as error:
+            bad[path] = error
+    if bad:
+        first, *others = bad
+        more = f". Not whole either: {_names(others)}" if others else ""
+        more += f". Whole: {_names(good)}" if good else ". None is whole" if others else ""
+        raise CheckpointError(f"{bad[first]}{more}")
     result = {"verified": [str(path) for path in found]}
     emit(result, as_json, lambda r: "\n".join(f"{path}: every byte is as it was written" for path in r["verified"]))
     return 0
+
+
+def _names(found: list[Path]) -> str:
+    return ", ".join(path.name for path in found)
 
 
 def _swap_directories(directory: str) -> list[Path]:
