@@ -103,6 +103,8 @@ class Adam(torch.optim.Optimizer):
                         self._update(engine, chosen[engine])
                     else:
                         engine.early.skip("no parameter has a gradient")
+            for engine, part in chosen.items():
+                engine.gradients.entries.stepped(record for record, _ in part)
         return loss
 
     def _hypers_now(self, part: Iterable[tuple[Record, _Group]]) -> dict[int, Hypers]:
