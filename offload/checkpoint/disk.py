@@ -157,6 +157,8 @@ def replacing(target: Path, may_replace: Callable[[Path], bool], saving: Path | 
 
     CheckpointError where another process saves to the same place, and where `target` is there and `may_replace` says no.
     """
+    if os.path.islink(target):
+        raise CheckpointError(f"{target} is a symbolic link, which a save would replace: save to {os.path.realpath(target)}, or to another directory")
     if os.path.lexists(target) and not may_replace(target):
         raise CheckpointError(f"{target} is there and is no checkpoint, so it is not replaced; save to another directory")
     make(target.parent)
@@ -235,11 +237,13 @@ def _held(target: Path, saving: Path | None) -> Iterator[Path]:
 
 def _lock(home: Path, target: Path) -> int:
     busy = CheckpointError(f"another save to {target} is under way; wait for it, or save to another directory")
+    gone: FileNotFoundError | None = None
     for _ in range(_TRIES):  # whoever ends a save removes what the next one has just made
         try:
             home.mkdir(parents=True, exist_ok=True)
             lock = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:
+        except FileNotFoundError as error:  # or no directory can be made there, as in /proc
+            gone = error
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -254,7 +258,7 @@ def _lock(home: Path, target: Path) -> int:
             os.close(lock)
             raise
         os.close(lock)
-    raise busy
+    raise gone or busy
 
 
 def _put_back(home: Path, target: Path) -> None:
