@@ -454,6 +454,8 @@ def test_gradients_that_a_checkpoint_does_not_have_are_told_of(prepared: Prepare
     assert told()
     optimizer.step()
     assert not told()  # they are still there
+    optimizer.zero_grad(set_to_none=False)
+    assert not told()
     model(ids(3)).backward()
     assert told()
     optimizer.zero_grad()

@@ -90,7 +90,8 @@ class Entries(dict[int, Entry]):
 
     def waiting(self, records: Iterable[Record]) -> list[Record]:
         """Those of which something has come that no step has had."""
-        return [r for r in records if r.grad is not None and self[r.number].stepped != (self[r.number].generation, self[r.number].backwards)]
+        there = ((r, self[r.number]) for r in records if r.grad is not None)
+        return [r for r, entry in there if entry.backwards and entry.stepped != (entry.generation, entry.backwards)]  # none: they are zeros
 
     def spend(self, records: Iterable[Record]) -> None:
         """What came of these goes into their updates, or to nobody, and others come in its place."""
