@@ -409,6 +409,9 @@ def test_another_optimizer(saved: tuple[Path, Any, offload.optim.AdamW], prepare
             offload.save(tmp_path / "no", model, wrong)
     with pytest.raises(ConfigError, match=r"types\.SimpleNamespace; give the one that it wraps, its \.optimizer"):  # as accelerate's
         offload.save(tmp_path / "no", model, SimpleNamespace(optimizer=offload.optim.AdamW(some)))  # type: ignore[arg-type]
+    for write in (lambda: offload.save("", model, offload.optim.AdamW(some)), lambda: offload.save_pretrained(model, "")):
+        with pytest.raises(ConfigError, match="has no name"):
+            write()
     with pytest.raises(CheckpointError, match="is no directory"):
         offload.load(tmp_path / "no", model, offload.optim.AdamW(some))
 

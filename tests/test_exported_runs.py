@@ -110,6 +110,21 @@ def test_a_damaged_checkpoint(run: Path, tmp_path: Path, capsys: Said, name: str
     AutoModelForCausalLM.from_pretrained(tmp_path / "weights")
 
 
+def test_nothing_is_written_into_a_run(run: Path, tmp_path: Path, capsys: Said) -> None:
+    """Which could not go on then."""
+    shutil.copytree(run / "out", tmp_path / "out")
+    shutil.copytree(run / "out/checkpoints/step-00000003", tmp_path / "alone")
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    before = sorted(tmp_path.rglob("*"))
+    inside = [("out", where) for where in ("out", "out/weights", "out/checkpoints/step-00000003", "link/weights")] + [("alone", "alone")]
+    for source, where in inside:
+        assert main(["export", str(tmp_path / source), str(tmp_path / where), "--model", str(tmp_path)]) == 2
+        assert "which is to have nothing else in it" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "out"), ""]) == 2 and "has no name" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+    assert main(["export", str(tmp_path / "out"), str(tmp_path / "weights")]) == 0
+
+
 def test_exit_codes_of_the_process(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run / "out", tmp_path / "out")
     flip(tmp_path / "out/checkpoints/step-00000003/tensors.safetensors")

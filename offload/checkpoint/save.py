@@ -84,6 +84,8 @@ def save_through(
     engine, adam = checked(model, optimizer, "save()")
     _warn_of_gradients(engine, adam)
     target = Path(os.path.abspath(directory))
+    if not os.fspath(directory):
+        raise ConfigError("the directory to save to has no name; give one")
     if "\0" in str(target):
         raise ConfigError(f"{str(target)!r} can be no directory, as it has a zero byte; save to another")
     with alike(engine.job, "saving"):

@@ -27,6 +27,17 @@ def _model_table(checkpoint: Path, model: str | None) -> ModelTable:
     return RunConfig.load(run).model
 
 
+def _check_out(checkpoint: Path, out: str) -> None:
+    """ConfigError for what lies in the run, or in the checkpoint: neither goes on with files of others in it."""
+    if not out:
+        raise ConfigError("OUT has no name: give a directory to write to, as . for this one")
+    run, there = checkpoint.absolute().parent.parent, Path(os.path.realpath(out))
+    for held, what in ((checkpoint, "checkpoint"), (run, "run")):
+        inside = Path(os.path.realpath(held)) in (there, *there.parents)
+        if inside and (what == "checkpoint" or os.path.isfile(run / "config.toml")):
+            raise ConfigError(f"{out} is in the directory of the {what} {held}, which is to have nothing else in it: give another to write to")
+
+
 def _config(table: ModelTable) -> Any:
     """As a run has it, but for the cache of keys and values, which training leaves off."""
     from offload.train.model import load_config
@@ -49,6 +60,7 @@ def export_command(directory: str, out: str, model: str | None, max_shard_size: 
     """Verifies the newest checkpoint of a run, or the one given, and writes its weights to `out`."""
     *before, checkpoint = checkpoints(directory)
     table = _model_table(checkpoint, model)
+    _check_out(checkpoint, out)
     try:
         check(checkpoint)
     except CheckpointError as error:
