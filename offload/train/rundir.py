@@ -63,7 +63,9 @@ class RunDirectory:
     def _refuse_strangers(self) -> None:
         others = sorted(name for name in os.listdir(self.path) if not _own(name))
         if others:
-            raise ConfigError(f"{self.path} holds {others[0]!r}, which is no part of a run that may be replaced; give another --out")
+            raise ConfigError(
+                f"{self.path} holds {others[0]!r}, which is no part of a run that may be replaced or gone on with: move it away, or give another --out"
+            )
 
     def _take(self) -> None:
         try:
