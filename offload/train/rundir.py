@@ -64,7 +64,8 @@ class RunDirectory:
         others = sorted(name for name in os.listdir(self.path) if not _own(name))
         if others:
             raise ConfigError(
-                f"{self.path} holds {others[0]!r}, which is no part of a run that may be replaced or gone on with: move it away, or give another --out"
+                f"{self.path} holds {others[0]!r}, which is no part of a run that may be replaced or gone on with: move it away, "
+                "or give another --out"
             )
 
     def _take(self) -> None:
