@@ -24,7 +24,7 @@ def _rank() -> int | None:
 
 @contextmanager
 def _signals() -> Iterator[Callable[[], int]]:
-    """SIGINT and SIGTERM end the run after the step under way, a second one at once; the value, called, says which came (0: none)."""
+    """SIGINT, SIGTERM and SIGHUP end the run after the step under way, a second one at once; the value, called, says which came (0: none)."""
     came: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -35,7 +35,10 @@ def _signals() -> Iterator[Callable[[], int]]:
             raise KeyboardInterrupt
         came.append(number)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    ending = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which is what nohup asks for
+        ending.append(signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in ending}
     try:
         yield lambda: came[0] if came else 0
     finally:
@@ -73,7 +76,8 @@ def _say(error: BaseException) -> None:
     if isinstance(error, OffloadError):
         fail(f"rank {_rank()}: {error}")
     elif isinstance(error, Exception):
-        traceback.print_exception(error)
+        with suppress(OSError):  # as in fail()
+            traceback.print_exception(error)
 
 
 def train_command(run: str, overrides: Sequence[str], out: str | None, resume: str | None, as_json: bool) -> int:
@@ -81,7 +85,10 @@ def train_command(run: str, overrides: Sequence[str], out: str | None, resume: s
 
     Of several ranks each trains its part, and the first alone says what came of it.
     """
+    from offload.memory.limits import check_environment
+
     config, rank = RunConfig.load(run, overrides), _rank()
+    check_environment()
     with _signals() as came:
         import transformers
 
