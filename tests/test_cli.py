@@ -126,7 +126,7 @@ def test_run_files_that_cannot_run(refused, run: Path, override: str, says: str)
 @pytest.mark.parametrize(("name", "value"), [("OFFLOAD_SIMD", "sse9"), ("OFFLOAD_THREADS", "many"), ("OFFLOAD_IO", "floppy")])
 def test_variables_that_ask_for_what_there_is_not(run: Path, name: str, value: str) -> None:
     settings = ["--set", "tiers.place.optimizer=nvme", "train.steps=1"]
-    for argv in (["train", run, *settings], ["plan", run, *settings], ["doctor", "--path", run.parent]):
+    for argv in (["train", run, *settings], *([["plan", run, *settings]] if name != "OFFLOAD_IO" else []), ["doctor", "--path", run.parent]):
         done = subprocess.run(
             [sys.executable, "-m", "offload", *map(str, argv)], capture_output=True, text=True, cwd=run.parent, env=os.environ | {name: value}
         )

@@ -42,7 +42,7 @@ def write(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError as error:
-        raise typer.Exit(_unwritten(error)) from None
+        raise typer.Exit(_unwritten(error)) from None  # main() finds that it still does not
 
 
 def _tell_version(wanted: bool) -> None:
@@ -190,7 +190,6 @@ def _give_up(stream: TextIO) -> None:
 
 def _unwritten(error: OSError) -> int:
     """The exit code where standard output takes nothing more: whoever read it is gone, as `head` is, or its disk is full."""
-    _give_up(sys.stdout)
     return UNREAD if isinstance(error, BrokenPipeError) else fail(f"cannot write the result to standard output: {error.strerror}; make room for it")
 
 
@@ -219,7 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print(end="", flush=True)
     except OSError as error:
-        code = _unwritten(error)
+        code = code or _unwritten(error)
+        _give_up(sys.stdout)
     try:
         print(end="", file=sys.stderr, flush=True)
     except OSError:
