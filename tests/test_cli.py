@@ -62,7 +62,12 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
 def test_a_wrong_command_names_its_help(refused) -> None:  # type: ignore[no-untyped-def]
     assert refused("train").endswith("see `offload train --help`")
     assert refused("train", "RUN", "--outt", "x").endswith("see `offload train --help`")
+    assert refused("train", "RUN", "--set").endswith("see `offload train --help`")
     assert refused("trian").endswith("see `offload --help`")
+
+
+def test_no_command_at_all_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0 and "doctor" in capsys.readouterr().out
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,6 +117,7 @@ def test_usage_errors(refused, argv: list[str]) -> None:  # type: ignore[no-unty
         ("model.type=lama", "nearest: llama"),
         ("model.type=vit", "no causal language model"),
         ("model.config.hiden_size=3", "nearest: hidden_size"),
+        ("model.config.vocab_size=0", "vocab_size is 0"),
         ("data.source=texts/*.py", "tokenizer"),
         ("checkpoint.every=0", "checkpoint.every"),
         ("tiers.nvme=[['/proc/swap', '1GiB']]", "/proc/swap"),

@@ -163,7 +163,7 @@ def test_a_child_tokenizes(tmp_path: Path) -> None:
     said: list[str] = []
     child.wait(said.append)
     child.close()
-    assert len(said) == 1 and said[0].startswith(f"1 of the texts are no UTF-8, as {tmp_path / 'old'}")
+    assert len(said) == 1 and said[0].startswith(f"texts that are no UTF-8: 1, the first {tmp_path / 'old'};")
 
     child = tokenize.Tokenizing(tmp_path, {"train": (spans(tmp_path / "text"), 3)}, 4, 0, out, vocabulary=3)
     with pytest.raises(ConfigError, match=r"^data\.source: the tokenizer in .* gives token 3, and the model knows 3 tokens"):

@@ -21,7 +21,6 @@ UNREAD = 128 + signal.SIGPIPE
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Trains PyTorch models whose state does not fit the GPU, through GPU memory, RAM and NVMe.",
@@ -175,11 +174,14 @@ def fail(text: object) -> int:
     return 2
 
 
-def _usage(error: Exception) -> str | None:
+def _usage(error: Exception, argv: Sequence[str]) -> str | None:
     """What typer finds wrong with a command, and where to look; None for other errors. Its classes have no common base across its versions."""
-    text = getattr(error, "format_message", None)
-    context = getattr(error, "ctx", None)
-    return None if text is None else f"{text().rstrip('.')}; see `{context.command_path if context is not None else 'offload'} --help`"
+    said = getattr(error, "format_message", None)
+    if said is None:
+        return None
+    text, known = said().rstrip("."), {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    name = next((f"{word} " for word in argv if word in known), "")
+    return f"{text}{'' if text.endswith('?') else ';'} see `offload {name}--help`"
 
 
 def _give_up(stream: TextIO) -> None:
@@ -193,7 +195,7 @@ def _unwritten(error: OSError) -> int:
     return UNREAD if isinstance(error, BrokenPipeError) else fail(f"cannot write the result to standard output: {error.strerror}; make room for it")
 
 
-def _called(argv: Sequence[str] | None) -> int:
+def _called(argv: Sequence[str]) -> int:
     try:
         return int(app(args=argv, prog_name="offload", standalone_mode=False) or 0)
     except OffloadError as error:
@@ -205,7 +207,7 @@ def _called(argv: Sequence[str] | None) -> int:
             raise
         return fail(f"{error}; mend that, or give another directory")
     except Exception as error:
-        usage = _usage(error)
+        usage = _usage(error, argv)
         if usage is None:
             raise
         return fail(usage)
@@ -214,7 +216,7 @@ def _called(argv: Sequence[str] | None) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code: 0, 2 for a user's error, 128 and the number of a signal that ended it, as 130 and 143."""
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    code = _called(argv)
+    code = _called((sys.argv[1:] if argv is None else list(argv)) or ["--help"])
     try:
         print(end="", flush=True)
     except OSError as error:

@@ -53,10 +53,11 @@ def _text(summary: dict[str, Any]) -> str:
     peak, budget = summary["peak_bytes"], summary["budget_bytes"]
     tiers = ", ".join(f"{tier} {format_size(peak[tier])} of {format_size(budget[tier])}" for tier in budget)
     rate = f"{summary['step_seconds_median']:.3f} s a step, {summary['tokens_per_second']:.0f} tokens/s" if summary["steps"] else "no step"
+    skipped = f", {summary['skipped']} of them skipped" if summary["skipped"] else ""
     saved = f"; `--resume` goes on from {summary['checkpoint']}" if summary["interrupted"] and summary["checkpoint"] else ""
     return "\n".join(
         [
-            f"{summary['steps']} steps{' (interrupted)' if summary['interrupted'] else ''}, {summary['tokens']} tokens, {rate}{saved}",
+            f"{summary['steps']} steps{' (interrupted)' if summary['interrupted'] else ''}{skipped}, {summary['tokens']} tokens, {rate}{saved}",
             f"loss {change(summary['loss_first'], summary['loss_last'])}, held out {change(summary['eval_loss_first'], summary['eval_loss_last'])}",
             f"state {format_size(summary['state_bytes'])}; peaks: {tiers}, resident {format_size(peak['rss'])}",
             f"digest {summary['digest']}",

@@ -58,6 +58,8 @@ def _sequences(
     Of several ranks the first has texts tokenized, for all.
     """
     data, seed = config.data, config.train.seed
+    if vocab_size < 1:
+        raise ConfigError(f"the model's vocab_size is {vocab_size}: a language model knows 1 token or more")
     if data.source == "random":
         sources = [RandomSequences(vocab_size, data.seq_length, seed, held_out) for held_out in (False, True)]
         yield lambda: (sources[0], sources[1], data.eval_sequences)
@@ -225,7 +227,7 @@ class Trainer:
             return None
         seconds = self._estimate.predicted(plan, direct=direct, accumulate=accumulate, early=early)
         under = f", with the updates of {early} of {len(plan.layouts)} units under the backward" if early else ""
-        self._reporter.note(f"a step is expected to take {seconds:.2f} s{under}")
+        self._reporter.note(f"a step is expected to take {seconds:.3g} s{under}")
         return seconds
 
     def run(self, stopped: Callable[[], bool]) -> dict[str, Any]:

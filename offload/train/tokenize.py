@@ -149,7 +149,7 @@ class Tokenizing:
         strange = json.loads(found.splitlines()[-1])
         if strange:
             note(
-                f"{len(strange)} of the texts are no UTF-8, as {named(strange[0])}: what cannot be read there is learned as U+FFFD. "
+                f"texts that are no UTF-8: {len(strange)}, the first {named(strange[0])}; what cannot be read there is learned as U+FFFD. "
                 "Convert them, as with iconv, or leave them out of data.source"
             )
         return self._directory.absolute()
