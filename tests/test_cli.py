@@ -345,6 +345,19 @@ def test_a_run_from_the_command(run: Path) -> None:
     assert again.returncode == 0 and summary["digest"] in again.stdout and "is replaced" in again.stderr
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_step_ends_a_run_at_once(run: Path, number: signal.Signals) -> None:
+    """And leaves the run that was in its directory."""
+    out = run.parent / "out"
+    out.mkdir()
+    (out / "summary.json").write_text("{}")
+    hook = f"import os, offload.train.loop as loop\nloop._sequences = lambda *_: os.kill(os.getpid(), {int(number)})\n"
+    code = f"{hook}import sys\nfrom offload.cli import main\nsys.exit(main(['train', {str(run)!r}, '--out', {str(out)!r}]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", "stopping before the first step\n")
+    assert sorted(p.name for p in out.iterdir()) == [".lock", "summary.json"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_run_cleanly(run: Path, number: signal.Signals) -> None:
     argv = [sys.executable, "-m", "offload", "train", str(run), "--set", "train.steps=100000", "--out", str(run.parent / "out")]
