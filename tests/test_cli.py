@@ -149,6 +149,14 @@ def test_missing_paths(refused, run: Path) -> None:  # type: ignore[no-untyped-d
     assert "--resume" in refused("train", run, "--resume", run.parent / "out", *out)
 
 
+def test_a_run_without_checkpoints_has_none(refused, run: Path) -> None:  # type: ignore[no-untyped-def]
+    (run.parent / "out").mkdir()
+    (run.parent / "out/config.toml").write_text(run.read_text())
+    assert "has no checkpoint yet" in refused("verify", run.parent / "out")
+    assert "has no checkpoint yet" in refused("export", run.parent / "out", run.parent / "there")
+    assert "--max-shard-size: 'lots' is no size" in refused("export", run.parent / "out", run.parent / "there", "--max-shard-size", "lots")
+
+
 def test_no_text_found(refused, run: Path) -> None:  # type: ignore[no-untyped-def]
     RUN.but(model=PATH, data={"source": "texts/*.md"}).write(run.parent)
     (run.parent / "model").mkdir()

@@ -19,10 +19,12 @@ def checkpoints(directory: str) -> list[Path]:
     path = Path(directory)
     if not os.path.isdir(path):  # Path's own raises where a name is too long
         raise ConfigError(f"{directory} is no directory; give a checkpoint, or the directory of a run")
-    if not os.path.isdir(path / "checkpoints"):
+    if not os.path.isfile(path / "config.toml") and not os.path.isdir(path / "checkpoints"):
         return [path]
     try:
         found = sorted(p for p in (path / "checkpoints").iterdir() if p.is_dir() and p.name.startswith("step-"))
+    except FileNotFoundError:
+        found = []
     except OSError as error:
         raise ConfigError(f"cannot look into {path / 'checkpoints'}: {error.strerror}") from None
     if not found:

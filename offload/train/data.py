@@ -107,11 +107,18 @@ def find_files(patterns: Sequence[str]) -> list[str]:
     return list(once.values())
 
 
+def unreadable(path: str, error: OSError) -> ConfigError:
+    return ConfigError(f"data.source: cannot read {path}: {error.strerror}; mend that, or leave the file out")
+
+
 def _whole_character(path: str, at: int) -> int:
     """The start of the first character of UTF-8 from byte `at` on."""
-    with open(path, "rb") as file:
-        file.seek(at)
-        following = file.read(3)
+    try:
+        with open(path, "rb") as file:
+            file.seek(at)
+            following = file.read(3)
+    except OSError as error:
+        raise unreadable(path, error) from None
     return at + len(following) - len(following.lstrip(bytes(range(0x80, 0xC0))))
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.errors import ConfigError, named
-from offload.train.data import Span
+from offload.train.data import Span, unreadable
 
 PIECE_BYTES = 1 << 20
 BATCH_PIECES = 16
@@ -47,7 +47,7 @@ def pieces(spans: Iterable[Span], strange: set[str] | None = None) -> Iterator[t
                         strange.add(span.path)
                     yield text, last
         except OSError as error:
-            raise ConfigError(f"data.source: cannot read {span.path}: {error.strerror}; mend that, or leave the file out") from None
+            raise unreadable(span.path, error) from None
 
 
 def _blocks(file: BinaryIO, span: Span) -> Iterator[tuple[bytes, bool]]:
@@ -122,7 +122,7 @@ class Tokenizing:
     def __init__(
         self, tokenizer: Path, jobs: dict[str, tuple[list[Span], int]], seq_length: int, seed: int, out: Path, vocabulary: int = 1 << 31
     ) -> None:  # fmt: skip
-        self._directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=out))
+        self._tokenizer, self._directory = tokenizer, Path(tempfile.mkdtemp(prefix=PREFIX, dir=out))
         request = {
             "tokenizer": str(tokenizer),
             "vocabulary": vocabulary,
@@ -145,7 +145,7 @@ class Tokenizing:
         found, said = self._child.communicate()
         if self._child.returncode:
             last = (said.strip().splitlines() or [f"exit code {self._child.returncode}"])[-1]
-            raise ConfigError(last if self._child.returncode == REFUSED else f"tokenizing failed: {last}")
+            raise ConfigError(last if self._child.returncode == REFUSED else f"tokenizing with {self._tokenizer} failed: {last}; give a model directory with a tokenizer that loads")
         strange = json.loads(found.splitlines()[-1])
         if strange:
             note(
