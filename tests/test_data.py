@@ -175,7 +175,7 @@ def test_a_child_tokenizes(tmp_path: Path) -> None:
     child.close()
 
     child = tokenize.Tokenizing(tmp_path / "nowhere", {"train": ([], 1)}, 4, 0, out)
-    with pytest.raises(ConfigError, match="tokenizing with .*nowhere failed"):
+    with pytest.raises(ConfigError, match=r"tokenizing with .*nowhere failed"):
         child.wait()
     child.close()
     assert not list(out.iterdir())

@@ -145,7 +145,8 @@ class Tokenizing:
         found, said = self._child.communicate()
         if self._child.returncode:
             last = (said.strip().splitlines() or [f"exit code {self._child.returncode}"])[-1]
-            raise ConfigError(last if self._child.returncode == REFUSED else f"tokenizing with {self._tokenizer} failed: {last}; give a model directory with a tokenizer that loads")
+            failed = f"tokenizing with {self._tokenizer} failed: {last}; give a model directory with a tokenizer that loads"
+            raise ConfigError(last if self._child.returncode == REFUSED else failed)
         strange = json.loads(found.splitlines()[-1])
         if strange:
             note(
