@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.checkpoint.hub import watch_saves
 from offload.config import Precision, Tiers, check_updates, shown
 from offload.dist.collectives import alike
 from offload.dist.divided import check_backends, mesh_of, part_of
@@ -20,7 +21,7 @@ from offload.engine.engine import Engine
 from offload.engine.registry import check_unprepared, engine_of
 from offload.engine.units import Units
 from offload.errors import ConfigError, PlanError
-from offload.memory.limits import host_limits, resident_bytes
+from offload.memory.limits import check_environment, host_limits, resident_bytes
 from offload.observe.base import base_bytes
 from offload.observe.runtime import Runtime
 from offload.planner.boundaries import boundaries
@@ -225,6 +226,7 @@ def prepare(
     `mesh`: a DeviceMesh of one dimension, or of two, (replicate, shard): state is divided along the second and the same along the first.
     Raises `ConfigError`, `PlanError` before anything is allocated, `SwapError`; `RankError` when another rank is gone.
     """
+    check_environment()
     _check_settings(model, tiers, precision, accumulate, seed)
     if plan is not None:
         precision, accumulate = _agreed(plan, precision, place, _batch(batch), activations, accumulate)
@@ -259,13 +261,14 @@ def prepare(
         own = _own_bytes(model)
         with alike(job, "looking for memory"):
             _check_machine(own, made, target, job)
-        target.in_flight_bytes_most = made.working.in_flight
+        target.in_flight_bytes_most, target.gradient_bytes_most = made.working.in_flight, made.working.largest
         target.resident_bytes_most = base_bytes(unknown=own) + made.peak_bytes["host"] + tiers.device
         target.keep(*freed(made))
         Engine(model, found, made, tiers, target, seed, accumulate if updates == "backward" else 0, world, beside)
     except BaseException:
         target.close()
         raise
+    watch_saves(model)
     return model
 
 

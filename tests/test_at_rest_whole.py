@@ -32,6 +32,7 @@ from helpers import (
     same_gradients,
     same_models,
 )
+from offload.engine.registry import engine_of
 
 everywhere = pytest.mark.parametrize(("device", "place"), SETTINGS)
 
@@ -78,6 +79,34 @@ def test_a_copy_does_not_copy_or_keep_the_runtime(prepared: Prepared) -> None:
     same(copied(ids()), net()(ids()))
     with pytest.raises(offload.ConfigError, match="not prepared"):
         offload.runtime(copied)
+
+
+@everywhere
+def test_a_pickled_model_is_plain(prepared: Prepared, device: str, place: str) -> None:
+    """`torch.save(model)`, of the model or of a copy that is an average of its weights, is a model that needs no runtime."""
+    twin, model = prepared(net(), place, device), net()
+    for saved in (twin, copy.deepcopy(twin), torch.optim.swa_utils.AveragedModel(twin).module):
+        buffer = io.BytesIO()
+        torch.save(saved, buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=False)
+        assert loaded.head.weight is loaded.embed.weight and type(loaded.embed.weight) is nn.Parameter
+        same_models(loaded, model)
+        same(loaded(ids()), model(ids()))
+        loaded(ids()).backward()
+        assert loaded.embed.weight.grad is not None and twin.embed.weight.grad is None
+    same(twin(ids()), model(ids()))
+
+
+def test_a_copy_does_not_keep_the_runtime_alive(prepared: Prepared) -> None:
+    twin = offload.prepare(net(), prepared.tiers(), device="cpu", precision=FP32)
+    there = weakref.ref(engine_of(twin))
+    copied = copy.deepcopy(twin)
+    offload.runtime(twin).close()
+    del twin
+    gc.collect()
+    assert there() is None
+    same_models(copied, net())
 
 
 @everywhere

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -404,6 +407,11 @@ def test_another_optimizer(saved: tuple[Path, Any, offload.optim.AdamW], prepare
             offload.load(saved[0], model, wrong)
         with pytest.raises(ConfigError):
             offload.save(tmp_path / "no", model, wrong)
+    with pytest.raises(ConfigError, match=r"types\.SimpleNamespace; give the one that it wraps, its \.optimizer"):  # as accelerate's
+        offload.save(tmp_path / "no", model, SimpleNamespace(optimizer=offload.optim.AdamW(some)))  # type: ignore[arg-type]
+    for write in (lambda: offload.save("", model, offload.optim.AdamW(some)), lambda: offload.save_pretrained(model, "")):
+        with pytest.raises(ConfigError, match="has no name"):
+            write()
     with pytest.raises(CheckpointError, match="is no directory"):
         offload.load(tmp_path / "no", model, offload.optim.AdamW(some))
 
@@ -430,6 +438,41 @@ def test_between_a_backward_and_its_step(prepared: Prepared, tmp_path: Path) -> 
     optimizer.zero_grad()
     offload.load(tmp_path / "at", model, optimizer)
     assert digest(model) == before
+
+
+def test_gradients_that_a_checkpoint_does_not_have_are_told_of(prepared: Prepared, tmp_path: Path) -> None:
+    """In the middle of accumulation; not after a step, done or skipped, nor of what no optimizer is to step."""
+    model, optimizer = trained(prepared, 1, precision=BF16, accumulate=2)
+
+    def told() -> bool:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            offload.save(tmp_path / "at", model, optimizer)
+        wanted = re.compile(r"gradients of \d+ parameters \(\S+, \.\.\.\) have come since .* Save after step")
+        assert all(wanted.match(str(w.message)) for w in said) and len(said) < 2
+        return len(said) == 1
+
+    assert not told()
+    model(ids(2)).backward()
+    assert told()
+    optimizer.step()
+    assert not told()  # they are still there
+    optimizer.zero_grad(set_to_none=False)
+    assert not told()
+    model(ids(3)).backward()
+    assert told()
+    optimizer.zero_grad()
+    assert not told()
+    model(ids(4)).backward()
+    optimizer.param_groups[0]["params"][0].grad.fill_(float("inf"))
+    with pytest.warns(RuntimeWarning, match="step skipped"):
+        optimizer.step()
+    assert not told()
+    optimizer.zero_grad()
+    del optimizer.param_groups[0]["params"][1:]
+    model(ids(5)).backward()
+    optimizer.zero_grad()
+    assert not told()
 
 
 def test_a_graph_does_not_survive_a_load(saved: tuple[Path, Any, offload.optim.AdamW]) -> None:

@@ -155,7 +155,12 @@ def test_verify(tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch) -
     (steps[1] / "bad").touch()
     assert main(["verify", str(tmp_path / "run"), "--json"]) == 2
     said = capsys.readouterr()
-    assert said.out == "" and f"{steps[1]} is damaged" in said.err
+    assert said.out == "" and said.err == f"error: {steps[1]} is damaged. Whole: {steps[0].name}\n"
+    (steps[0] / "bad").touch()
+    assert main(["verify", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err == f"error: {steps[0]} is damaged. Not whole either: {steps[1].name}. None is whole\n"
+    assert main(["verify", str(steps[1])]) == 2
+    assert capsys.readouterr().err == f"error: {steps[1]} is damaged\n"
 
 
 @pytest.mark.parametrize("argv", [["clean", "DIR"], ["verify", "DIR"], ["verify", "--help"], ["export", "--help"]])

@@ -101,10 +101,28 @@ def test_a_damaged_checkpoint(run: Path, tmp_path: Path, capsys: Said, name: str
         assert main([argv[0], *(str(tmp_path / a) if not a.startswith("-") else a for a in argv[1:])]) == 2
         said = capsys.readouterr()
         assert said.out == "" and said.err.count("\n") == 1 and said.err.startswith("error: ") and says in said.err and "step-00000003" in said.err
+        before = tmp_path / "out/checkpoints/step-00000002"
+        other = f". Whole: {before.name}\n" if argv[0] == "verify" else f". The one before: offload export {before} "
+        assert (other in said.err) == (argv[1] == "out")
     assert not (tmp_path / "weights").exists()
     assert main(["verify", str(tmp_path / "out/checkpoints/step-00000002")]) == 0
     assert main(["export", str(tmp_path / "out/checkpoints/step-00000002"), str(tmp_path / "weights")]) == 0
     AutoModelForCausalLM.from_pretrained(tmp_path / "weights")
+
+
+def test_nothing_is_written_into_a_run(run: Path, tmp_path: Path, capsys: Said) -> None:
+    """Which could not go on then."""
+    shutil.copytree(run / "out", tmp_path / "out")
+    shutil.copytree(run / "out/checkpoints/step-00000003", tmp_path / "alone")
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    before = sorted(tmp_path.rglob("*"))
+    inside = [("out", where) for where in ("out", "out/weights", "out/checkpoints/step-00000003", "link/weights")] + [("alone", "alone")]
+    for source, where in inside:
+        assert main(["export", str(tmp_path / source), str(tmp_path / where), "--model", str(tmp_path)]) == 2
+        assert "which is to have nothing else in it" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "out"), ""]) == 2 and "has no name" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+    assert main(["export", str(tmp_path / "out"), str(tmp_path / "weights")]) == 0
 
 
 def test_exit_codes_of_the_process(run: Path, tmp_path: Path) -> None:

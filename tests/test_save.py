@@ -42,6 +42,26 @@ def test_a_directory_is_replaced_at_once(prepared: Prepared, tmp_path: Path, mon
         offload.save(tmp_path / "model.safetensors", model, optimizer)
 
 
+def test_a_link_is_not_replaced_and_names_where_it_leads(prepared: Prepared, tmp_path: Path) -> None:
+    model, optimizer = trained(prepared)
+    offload.save(tmp_path / "real", model, optimizer, 1)
+    for name, leads in (("link", "real"), ("dangling", "nowhere")):
+        (tmp_path / name).symlink_to(tmp_path / leads)
+        with pytest.raises(CheckpointError, match=rf"{name} is a symbolic link, .*: save to \S+/{leads}, or to another directory"):
+            offload.save(tmp_path / name, model, optimizer)
+    assert offload.load(tmp_path / "link", model, optimizer) == 1
+    (tmp_path / "drive").mkdir()
+    (tmp_path / "mounted").symlink_to(tmp_path / "drive")
+    offload.save(tmp_path / "mounted/at", model, optimizer, 2)
+    assert offload.load(tmp_path / "drive/at", model, optimizer) == 2
+
+
+def test_where_no_directory_can_be_made(prepared: Prepared) -> None:
+    model, optimizer = trained(prepared)
+    with pytest.raises(CheckpointError, match=r"cannot save to /proc/at: No such file or directory"):
+        offload.save("/proc/at", model, optimizer)
+
+
 def _no_exchange(a: Path, b: Path) -> None:
     raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 

@@ -140,6 +140,8 @@ def opened(path: Path) -> Iterator[FileIO]:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing, so the checkpoint is not whole; take another") from None
+    except PermissionError:
+        raise CheckpointError(f"{path} may not be read by this user; mend its permissions") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be opened: {error.strerror}; a checkpoint has plain files alone") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -157,6 +159,8 @@ def replacing(target: Path, may_replace: Callable[[Path], bool], saving: Path | 
 
     CheckpointError where another process saves to the same place, and where `target` is there and `may_replace` says no.
     """
+    if os.path.islink(target):
+        raise CheckpointError(f"{target} is a symbolic link, which a save would replace: save to {os.path.realpath(target)}, or to another directory")
     if os.path.lexists(target) and not may_replace(target):
         raise CheckpointError(f"{target} is there and is no checkpoint, so it is not replaced; save to another directory")
     make(target.parent)
@@ -235,11 +239,13 @@ def _held(target: Path, saving: Path | None) -> Iterator[Path]:
 
 def _lock(home: Path, target: Path) -> int:
     busy = CheckpointError(f"another save to {target} is under way; wait for it, or save to another directory")
+    gone: FileNotFoundError | None = None
     for _ in range(_TRIES):  # whoever ends a save removes what the next one has just made
         try:
             home.mkdir(parents=True, exist_ok=True)
             lock = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:
+        except FileNotFoundError as error:  # or no directory can be made there, as in /proc
+            gone = error
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -254,7 +260,7 @@ def _lock(home: Path, target: Path) -> int:
             os.close(lock)
             raise
         os.close(lock)
-    raise busy
+    raise gone or busy
 
 
 def _put_back(home: Path, target: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,6 +133,8 @@ def save_pretrained(model: nn.Module, directory: str | Path, max_shard_size: int
     CheckpointError: it could not be written or reads back wrong, and what was there is as it was, unless the message says otherwise.
     """
     engine = engine_of(model)
+    if not os.fspath(directory):
+        raise ConfigError("the directory to save to has no name; give '.' for the working directory")
     names = records_by_name(model, engine)
     tensors: dict[str, Lazy] = {}
     for name, value in model.state_dict().items():

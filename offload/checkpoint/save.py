@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
@@ -67,9 +68,9 @@ def save(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.o
     state of modules, `extra`.
 
     `extra`, like the extra state, has None, bool, int, float, str, bytes, list, tuple, dict and tensors; so have the state dicts of schedulers and
-    scalers. Gradients are not kept: save after `step()`. The directory is whole or absent, whatever happens; one that was there before stays until
-    it is replaced at once. Of several ranks all call it, with the same arguments, and each writes its part; any number of ranks, under any stage,
-    loads it. Memory for a few pieces of at most 8 MiB is taken beside the budgets. Raises `CheckpointError` where it cannot be written,
+    scalers. Gradients are not kept: save after `step()`, or be warned. The directory is whole or absent, whatever happens; one that was there before
+    stays until it is replaced at once. Of several ranks all call it, with the same arguments, and each writes its part; any number of ranks, under
+    any stage, loads it. Memory for a few pieces of at most 8 MiB is taken beside the budgets. Raises `CheckpointError` where it cannot be written,
     `ConfigError` for a value that cannot be kept and for an optimizer that is not offload.optim's, `SwapError`.
     """
     save_through(None, directory, model, optimizer, extra)
@@ -81,7 +82,10 @@ def save_through(
 ) -> None:  # fmt: skip
     """As `save`; what is being written lies in `saving` until it is whole, or beside `directory`. `take` as in `disk.create_large`."""
     engine, adam = checked(model, optimizer, "save()")
+    _warn_of_gradients(engine, adam)
     target = Path(os.path.abspath(directory))
+    if not os.fspath(directory):
+        raise ConfigError("the directory to save to has no name; give one")
     if "\0" in str(target):
         raise ConfigError(f"{str(target)!r} can be no directory, as it has a zero byte; save to another")
     with alike(engine.job, "saving"):
@@ -184,7 +188,8 @@ def checked(model: nn.Module, optimizer: torch.optim.Optimizer, doing: str) -> t
     """The engine, with nothing under way, and the optimizer, which holds parameters of this model alone. OffloadError."""
     engine = engine_of(model)
     if not isinstance(optimizer, Adam):
-        raise ConfigError(f"{doing} takes an optimizer of offload.optim, not {type(optimizer).__module__}.{type(optimizer).__qualname__}")
+        inside = "; give the one that it wraps, its .optimizer" if isinstance(getattr(optimizer, "optimizer", None), Adam) else ""
+        raise ConfigError(f"{doing} takes an optimizer of offload.optim, not {type(optimizer).__module__}.{type(optimizer).__qualname__}{inside}")
     for group in optimizer.param_groups:
         for p in group["params"]:
             home = record_of(p)
@@ -193,6 +198,19 @@ def checked(model: nn.Module, optimizer: torch.optim.Optimizer, doing: str) -> t
     engine.early.refuse(doing)
     engine.synchronize()
     return engine, optimizer
+
+
+def _warn_of_gradients(engine: Engine, adam: Adam) -> None:
+    """Those of micro-batches that no step has had yet are not kept."""
+    homes = (record_of(p) for group in adam.param_groups for p in group["params"])
+    waiting = engine.gradients.entries.waiting(home[1] for home in homes if home is not None)
+    if waiting:
+        warnings.warn(
+            f"gradients of {len(waiting)} parameters ({waiting[0].name}, ...) have come since the last step, and a checkpoint does not keep them: "
+            "what goes on from it lacks their micro-batches. Save after step()",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def tied_names(model: nn.Module, engine: Engine) -> dict[int, list[str]]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from offload.cli.app import emit
 from offload.cli.files import check, checkpoints
-from offload.config import ModelTable, RunConfig, format_count, format_size
-from offload.errors import ConfigError
+from offload.config import ModelTable, RunConfig, format_count, format_size, parse_size
+from offload.errors import CheckpointError, ConfigError
 
 _BESIDE = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
@@ -25,6 +25,17 @@ def _model_table(checkpoint: Path, model: str | None) -> ModelTable:
     if not os.path.isfile(run):
         raise ConfigError(f"{checkpoint} is in no run directory, so its model is not known; give --model a directory with its config.json")
     return RunConfig.load(run).model
+
+
+def _check_out(checkpoint: Path, out: str) -> None:
+    """ConfigError for what lies in the run, or in the checkpoint: neither goes on with files of others in it."""
+    if not out:
+        raise ConfigError("OUT has no name: give a directory to write to, as . for this one")
+    run, there = checkpoint.absolute().parent.parent, Path(os.path.realpath(out))
+    for held, what in ((checkpoint, "checkpoint"), (run, "run")):
+        inside = Path(os.path.realpath(held)) in (there, *there.parents)
+        if inside and (what == "checkpoint" or os.path.isfile(run / "config.toml")):
+            raise ConfigError(f"{out} is in the directory of the {what} {held}, which is to have nothing else in it: give another to write to")
 
 
 def _config(table: ModelTable) -> Any:
@@ -47,9 +58,17 @@ def _text(result: dict[str, Any]) -> str:
 
 def export_command(directory: str, out: str, model: str | None, max_shard_size: str, as_json: bool) -> int:
     """Verifies the newest checkpoint of a run, or the one given, and writes its weights to `out`."""
-    checkpoint = checkpoints(directory)[-1]
+    try:
+        parse_size(max_shard_size)
+    except ConfigError as error:
+        raise ConfigError(f"--max-shard-size: {error}") from None
+    *before, checkpoint = checkpoints(directory)
     table = _model_table(checkpoint, model)
-    check(checkpoint)
+    _check_out(checkpoint, out)
+    try:
+        check(checkpoint)
+    except CheckpointError as error:
+        raise (CheckpointError(f"{error}. The one before: offload export {before[-1]} {out}") if before else error) from None
     import transformers
 
     from offload.checkpoint.export import export, saved_tensors

@@ -11,22 +11,24 @@ from typing import Any
 
 from offload.cli.app import emit
 from offload.config import RunConfig, format_size
-from offload.errors import ConfigError
+from offload.errors import CheckpointError, ConfigError
 
 
 def checkpoints(directory: str) -> list[Path]:
     """The checkpoint that `directory` is, or those of the run that it is, oldest first; at least one, or ConfigError."""
     path = Path(directory)
     if not os.path.isdir(path):  # Path's own raises where a name is too long
-        raise ConfigError(f"{directory} is no directory")
-    if not os.path.isdir(path / "checkpoints"):
+        raise ConfigError(f"{directory} is no directory; give a checkpoint, or the directory of a run")
+    if not os.path.isfile(path / "config.toml") and not os.path.isdir(path / "checkpoints"):
         return [path]
     try:
         found = sorted(p for p in (path / "checkpoints").iterdir() if p.is_dir() and p.name.startswith("step-"))
+    except FileNotFoundError:
+        found = []
     except OSError as error:
         raise ConfigError(f"cannot look into {path / 'checkpoints'}: {error.strerror}") from None
     if not found:
-        raise ConfigError(f"{directory} has no checkpoint yet")
+        raise ConfigError(f"{directory} has no checkpoint yet; a run saves them where its file has a table [checkpoint]")
     return found
 
 
@@ -40,19 +42,33 @@ def check(checkpoint: Path) -> None:
 
 
 def verify_command(directory: str, as_json: bool) -> int:
-    """Prints the checkpoints that are good; the first that is not is the error."""
+    """Prints the checkpoints that are good; the first that is not is the error, which tells of the others too."""
     found = checkpoints(directory)
+    good, bad = list[Path](), dict[Path, CheckpointError]()
     for path in found:
-        check(path)
+        try:
+            check(path)
+            good.append(path)
+        except CheckpointError as error:
+            bad[path] = error
+    if bad:
+        first, *others = bad
+        more = f". Not whole either: {_names(others)}" if others else ""
+        more += f". Whole: {_names(good)}" if good else ". None is whole" if others else ""
+        raise CheckpointError(f"{bad[first]}{more}")
     result = {"verified": [str(path) for path in found]}
     emit(result, as_json, lambda r: "\n".join(f"{path}: every byte is as it was written" for path in r["verified"]))
     return 0
 
 
+def _names(found: list[Path]) -> str:
+    return ", ".join(path.name for path in found)
+
+
 def _swap_directories(directory: str) -> list[Path]:
     path = Path(directory)
     if not os.path.isdir(path):
-        raise ConfigError(f"{directory} is no directory")
+        raise ConfigError(f"{directory} is no directory; give a swap directory, or the directory of a run")
     if not os.path.isfile(path / "config.toml"):
         return [path]
     return [Path(disk) for disk, _ in RunConfig.load(path / "config.toml").tiers_value().nvme if os.path.isdir(disk)]

@@ -97,7 +97,10 @@ class AtRest(torch.Tensor):
         return value.__reduce_ex__(protocol)
 
     def _no_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise OffloadError(f"{self.source.describe()} rests outside memory that can be pointed at or shared; read it first, as with .clone()")
+        raise OffloadError(
+            f"{self.source.describe()} rests outside memory that can be pointed at or shared; read it first, as with .clone(). Of a whole model "
+            "offload.save_pretrained() and torch.save(model.state_dict()) write files, of its optimizer too offload.save()"
+        )
 
     data_ptr = storage = _typed_storage = share_memory_ = __dlpack__ = _no_memory
 

@@ -20,11 +20,19 @@ _frames: Any = torch._C._dynamo.eval_frame
 _around = threading.local()
 
 
+def alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which the compiler is told not to look into."""
+    marks: Any = function
+    marks._torchdynamo_disable, marks._torchdynamo_disable_msg = True, "offload moves parameters here"
+    _frames.set_code_exec_strategy(marks.__code__, _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT))
+    return function
+
+
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, with no compiler at work while it runs."""
 
     @functools.wraps(function)
-    def alone(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         before, _around.compiler = compiler(), _frames.set_eval_frame(None)
         try:
             return function(*args, **kwargs)
@@ -32,10 +40,7 @@ def eager(function: Callable[..., Any]) -> Callable[..., Any]:
             _frames.set_eval_frame(_around.compiler)
             _around.compiler = before
 
-    marks: Any = alone
-    marks._torchdynamo_disable, marks._torchdynamo_disable_msg = True, "offload moves parameters here"
-    _frames.set_code_exec_strategy(marks.__code__, _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT))
-    return alone
+    return alone(run)
 
 
 def compiler() -> Any:

@@ -262,6 +262,7 @@ class Engine:
             if made.summed:
                 self._open_sums(made)
                 self.resident.replace(self.places.dtype)
+            self.device.in_flight_bytes_most = made.working.in_flight
             self.device.keep(*freed(made))
             self.plan, self.streamer.recomputed, self.streamer.unplanned = made, made.recomputed, False
 

@@ -23,6 +23,7 @@ class Entry:
     failed: Transfer | None = None  # a landing whose error is raised to whoever needs the gradient, until another takes its place
     collecting: bool = False  # it has come and is not reduced; see [Note: reduction]
     backwards: int = 0  # that it is a sum of
+    stepped: tuple[int, int] = (0, 0)  # the generation, and the backwards, that the last step has had
     copied: bool = True  # there is nothing on the device that its copy has not, or is to have; see [Note: copies of sums]
     early_task: int = -1  # the backward in which a first use of several landed early
     epoch: int = -1  # the forward after which it came, and the backward
@@ -80,6 +81,17 @@ class Entries(dict[int, Entry]):
     def any_came(self) -> bool:
         """Whether any gradient has ever come to rest."""
         return any(entry.generation for entry in self.values())
+
+    def stepped(self, records: Iterable[Record]) -> None:
+        """A step has had the gradients of these, whether it used them or skipped them."""
+        for record in records:
+            entry = self[record.number]
+            entry.stepped = entry.generation, entry.backwards
+
+    def waiting(self, records: Iterable[Record]) -> list[Record]:
+        """Those of which something has come that no step has had."""
+        there = ((r, self[r.number]) for r in records if r.grad is not None)
+        return [r for r, entry in there if entry.backwards and entry.stepped != (entry.generation, entry.backwards)]  # none: they are zeros
 
     def spend(self, records: Iterable[Record]) -> None:
         """What came of these goes into their updates, or to nobody, and others come in its place."""

@@ -313,7 +313,7 @@ class Gradients:
         self.guard(record, "zeroing the gradient", True)
         entry = self.entries[record.number]
         entry.settle(fresh=True)
-        entry.scale, entry.spent, entry.backwards = 1.0, False, 0
+        entry.scale, entry.spent, entry.backwards, entry.stepped = 1.0, False, 0, (0, 0)
         self.places.zeroed.add(record.number)
         self._resident.forget_sums(record)
         record.sums.zero_()

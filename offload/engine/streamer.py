@@ -40,6 +40,7 @@ from offload.engine.eager import compiled_by, compiler, eager
 from offload.engine.early import Early
 from offload.engine.functions import in_backward, in_forward
 from offload.engine.gradients import Gradients
+from offload.engine.hook import Hook
 from offload.engine.order import AccessOrder
 from offload.engine.record import Record, Unit
 from offload.engine.slots import Slots
@@ -153,16 +154,15 @@ class Streamer:
 
     def _register(self, model: nn.Module, records: list[Record]) -> None:
         keep = self._handles.append
-        # functions and not bound methods: a deepcopy of the model would copy what a bound method belongs to
         # torch passes no keywords any more to the hooks of a call under way if one of the user's closes the model
-        keep(model.register_forward_pre_hook(eager(lambda m, a, k=None: self._root_forward(m, a, k)), prepend=True, with_kwargs=True))
+        keep(model.register_forward_pre_hook(Hook(lambda m, a, k=None: self._root_forward(m, a, k)), prepend=True, with_kwargs=True))
         for unit in self.units:
             for module in unit.modules:
-                enter = eager(lambda m, a, k=None, u=unit.number: self._enter(m, u, a, k))
+                enter = Hook(lambda m, a, k=None, u=unit.number: self._enter(m, u, a, k))
                 handle = module.register_forward_pre_hook(enter, with_kwargs=True)
                 self._enter_hooks.append((module, handle))
                 keep(handle)
-                leave = eager(lambda m, a, o, u=unit.number: self._leave(m, u, o))
+                leave = Hook(lambda m, a, o, u=unit.number: self._leave(m, u, o))
                 keep(module.register_forward_hook(leave, always_call=True, prepend=True))
         for record in records:
             if record.trained:
@@ -186,7 +186,7 @@ class Streamer:
 
     def _root_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Any, Any] | None:
         if module is not self.model:
-            return None  # a copy of the model took the hooks along
+            return None  # a copy.copy() of the model shares its hooks
         kwargs = self._open(kwargs)
         if torch._C._current_graph_task_id() < 0:  # inside a backward it is a recomputation, whose leases stand
             self._end_backward()
@@ -203,7 +203,7 @@ class Streamer:
 
     def _enter(self, module: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Any, Any] | None:
         if module not in self.units[number].modules:
-            return None  # a copy of the model took the hooks along
+            return None  # a copy.copy() of the model shares its hooks
         kwargs = self._open(kwargs)
         if torch._C._current_graph_task_id() < 0:
             if self._backward.task != -1:

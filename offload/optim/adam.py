@@ -103,6 +103,8 @@ class Adam(torch.optim.Optimizer):
                         self._update(engine, chosen[engine])
                     else:
                         engine.early.skip("no parameter has a gradient")
+            for engine, part in chosen.items():
+                engine.gradients.entries.stepped(record for record, _ in part)
         return loss
 
     def _hypers_now(self, part: Iterable[tuple[Record, _Group]]) -> dict[int, Hypers]:
@@ -347,7 +349,7 @@ def _current(value: Any) -> bool:
 def _check_values(record: Record, values: _Values) -> None:
     for role in ("step", *MOMENTS):
         if role not in values:
-            raise ConfigError(f"the optimizer state of {record.name} has no {role}")
+            raise ConfigError(f"the optimizer state of {record.name} has no {role}; load the state_dict() of an Adam or AdamW")
     for role in MOMENTS:
         value = values[role]
         if not isinstance(value, torch.Tensor) or value.shape != record.parameter.shape:

@@ -32,8 +32,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class Working:
-    """Bytes on the device by what holds them; `in_flight` is the part of `gradients` that may be on its way to the host at once, `reduction` the
-    part in which ranks sum them."""
+    """Bytes on the device by what holds them; `in_flight` is the part of `gradients` that may be on its way to the host at once, with the
+    one that is computed meanwhile, `largest` at the most; `reduction` the part in which ranks sum them."""
 
     activations: int
     logits: int
@@ -41,6 +41,7 @@ class Working:
     slack: int
     in_flight: int
     reduction: int = 0
+    largest: int = 0
 
     @property
     def total(self) -> int:
@@ -136,7 +137,7 @@ def working(
 ) -> Working:  # fmt: skip
     gradients, in_flight = gradient_bytes(units, compute, grad)
     activations, logits = activation_bytes(units, batch, compute, mode, kept), logits_bytes(units, batch)
-    return Working(activations, logits, gradients + reduction, slack_bytes(device_budget), in_flight, reduction)
+    return Working(activations, logits, gradients + reduction, slack_bytes(device_budget), in_flight, reduction, in_flight)
 
 
 def bound_at_once(units: Sequence[UnitSpec]) -> int:

@@ -51,7 +51,7 @@ FRAMES_MOST, FRAMES_LEAST = 8, 3
 STAGING_SHARE = 5  # staging above the least takes at most this fraction of what the host has for it and for state that may rest anywhere
 SLOT_SHARE = 2  # as much for slots above the fewest, on a device where state may rest
 SLOT_COPIES = 3
-FLIGHT = 4  # gradients of the largest size that may be in flight at once, where the device has room for them
+FLIGHT = 4  # gradients of the largest size that are computed and in flight at once, where the device has room for them
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Plan:
             over = {tier: made.peak_bytes[tier] - self.budgets[tier] for tier in TIERS}
             tier = max(over, key=lambda t: over[t])
             if over[tier] <= 0:
-                return _with_leftover(made.with_kept_units(), slots=False)
+                return _with_leftover(_with_flight(made).with_kept_units(), slots=False)
             shorts.append((over[tier], tier, made))
         raise PlanError(_explain_batch(*min(shorts, key=lambda short: short[0])))
 
@@ -290,7 +290,7 @@ def check_place(place: dict[str, str] | None, capacities: Capacities) -> dict[st
         if tier not in TIERS:
             raise ConfigError(f'place.{role}: unknown tier "{tier}"; tiers are device, host, nvme')
         if tier == "nvme" and not capacities.nvme:
-            raise ConfigError(f"place.{role} is nvme, but tiers.nvme names no directory")
+            raise ConfigError(f"place.{role} is nvme, but tiers.nvme names no directory; name one, or place it on the host")
         if tier == "device" and not capacities.rests:
             raise ConfigError(f"place.{role} is device, which has no kernels here that update what rests there; use host or nvme")
     if "device" in (place or {}).values() and not capacities.direct:
@@ -504,7 +504,7 @@ def _plan(request: Request) -> Plan:
     unplaced = _unplaced(plan, capacities)
     if unplaced:
         raise PlanError(_explain(request, _Refusal("nvme", capacities.nvme + unplaced, work, filled.slots)))
-    return _with_leftover(_with_flight(plan, capacities).with_kept_units(), slots=True)
+    return _with_leftover(_with_flight(plan).with_kept_units(), slots=True)
 
 
 def _expanded(runs: Sequence[Runs], layouts: Sequence[UnitLayout], share: Share, role: str) -> tuple[tuple[str, ...], ...]:
@@ -531,11 +531,11 @@ def _unplaced(plan: Plan, capacities: Capacities) -> int:
     return unplaced
 
 
-def _with_flight(plan: Plan, capacities: Capacities) -> Plan:
+def _with_flight(plan: Plan) -> Plan:
     """What is left of the device lets more gradients be in flight at once, where they are moved while others are computed."""
-    if plan.batch is None or capacities.direct:
+    if plan.batch is None or plan.request is None or plan.request.capacities.direct:
         return plan
-    spare = min(capacities.device - plan.peak_bytes["device"], (FLIGHT - 1) * plan.working.in_flight)
+    spare = min(plan.budgets["device"] - plan.peak_bytes["device"], (FLIGHT - 1) * plan.working.in_flight)
     work = plan.working
     return replace(plan, working=replace(work, gradients=work.gradients + spare, in_flight=work.in_flight + spare))
 

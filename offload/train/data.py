@@ -64,6 +64,7 @@ class PackedSequences:
     def __init__(self, tokens: npt.NDArray[np.int32], seed: int) -> None:
         self._tokens, self._seed = tokens, seed
         self._epoch, self._order = 0, np.arange(len(tokens))
+        self._hash, self._hashed = xxhash.xxh3_128(), 0  # of the first so many
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -77,9 +78,15 @@ class PackedSequences:
         return np.asarray(self._tokens[self._order[row]], dtype=np.int64)
 
     def digest(self, count: int) -> str:
-        """Of those of the first epoch, from which others follow; it tells where that ended, if it did."""
+        """Of those of the first epoch, from which others follow; it tells where that ended, if it did. What the last one was of is not read again."""
         ended = f" of {len(self._tokens)}" if count > len(self._tokens) else ""
-        return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(self._tokens[:count]).data) + ended
+        if count < self._hashed:
+            self._hash, self._hashed = xxhash.xxh3_128(), 0
+        rows = self._tokens[self._hashed : count]
+        if len(rows):
+            self._hash.update(np.ascontiguousarray(rows).data)
+            self._hashed += len(rows)
+        return str(self._hash.hexdigest()) + ended
 
 
 def micro_batch(source: Source, step: int, micro: int, *, batch_size: int, accumulate: int, rank: int = 0, ranks: int = 1) -> Tokens:
@@ -89,17 +96,37 @@ def micro_batch(source: Source, step: int, micro: int, *, batch_size: int, accum
 
 
 def find_files(patterns: Sequence[str]) -> list[str]:
-    """The non-empty files that absolute paths or globs name, sorted; `ConfigError` where one of them names none."""
+    """The non-empty files that absolute paths or globs name, sorted, each once whatever links lead there; `ConfigError` where one names none."""
     found: set[str] = set()
     for pattern in patterns:
         matches = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
         files = {path for path in matches if os.path.isfile(path)}
+        if not files and any(map(os.path.isdir, matches)):
+            raise ConfigError(f"data.source: {named(pattern)} is a directory; name the files in it, as {named(pattern)}/**/*.txt")
         if not files:
-            raise ConfigError(f"data.source: no file matches {named(pattern)}")
+            raise ConfigError(f"data.source: no file matches {named(pattern)}; paths are relative to the run file")
         found |= {path for path in files if os.path.getsize(path)}
     if not found:
         raise ConfigError(f"data.source: no text found, all files of {', '.join(patterns)} are empty")
-    return sorted(found)
+    once: dict[str, str] = {}
+    for path in sorted(found):
+        once.setdefault(os.path.realpath(path), path)
+    return list(once.values())
+
+
+def unreadable(path: str, error: OSError) -> ConfigError:
+    return ConfigError(f"data.source: cannot read {path}: {error.strerror}; mend that, or leave the file out")
+
+
+def _whole_character(path: str, at: int) -> int:
+    """The start of the first character of UTF-8 from byte `at` on."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(at)
+            following = file.read(3)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    return at + len(following) - len(following.lstrip(bytes(range(0x80, 0xC0))))
 
 
 def split(files: Sequence[str], held_out: float, seed: int) -> tuple[list[Span], list[Span]]:
@@ -109,7 +136,7 @@ def split(files: Sequence[str], held_out: float, seed: int) -> tuple[list[Span],
     """
     whole = [Span(path, 0, os.path.getsize(path)) for path in files]
     if len(whole) == 1 and held_out:
-        cut = round(whole[0].stop * (1 - held_out))
+        cut = _whole_character(files[0], round(whole[0].stop * (1 - held_out)))
         return [Span(whole[0].path, 0, cut)], [Span(whole[0].path, cut, whole[0].stop)]
     order = np.random.default_rng((seed, _FILES)).permutation(len(whole))
     kept = min(max(1, round(held_out * len(whole))), len(whole) - 1) if held_out else 0

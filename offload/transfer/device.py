@@ -74,7 +74,7 @@ class Device(ABC):
         self.moved = {"h2d": 0, "d2h": 0}
         self.stalls = Stalls()
         self.resident_bytes_most, self.margin_bytes, self.keeps_freed, self.reuses_freed = 1 << 62, 0, False, True
-        self.in_flight_bytes_most = 1 << 62
+        self.in_flight_bytes_most, self.gradient_bytes_most = 1 << 62, 0
 
     @abstractmethod
     def memory(self, nbytes: int) -> Arena:
@@ -93,7 +93,8 @@ class Device(ABC):
     def send(self, source: torch.Tensor, land: Landing) -> Transfer:
         """Starts moving a gradient to the host and lands it there; `source` is kept until then.
 
-        Waits first while those under way and this one come to more than `in_flight_bytes_most`; one alone always may go.
+        Waits first while those under way and this one come to more than `in_flight_bytes_most`; one alone always may go. Then until these leave room
+        for one of `gradient_bytes_most`, which is computed next.
         """
 
     @abstractmethod
@@ -102,8 +103,8 @@ class Device(ABC):
     ) -> Transfer:  # fmt: skip
         """Starts `store(put)`, which moves the bytes of `source` to host memory with `put`; `source` is kept until then.
 
-        Waits first as `send` does. What the transfer's wait() raises is what `store` raised. `after`: `source` lies in an arena, and has what it
-        should once these works are done; it takes no room, so nothing is waited for.
+        Waits first as `send` does, and no more. What the transfer's wait() raises is what `store` raised. `after`: `source` lies in an arena, and has
+        what it should once these works are done; it takes no room, so nothing is waited for.
         """
 
     def work(self, run: Callable[[], None], nbytes: int, what: str = "") -> Transfer:
@@ -341,7 +342,9 @@ class SimDevice(Device):
     def send(self, source: torch.Tensor, land: Landing) -> Transfer:
         nbytes = source.numel() * source.element_size()
         self.moved["d2h"] += nbytes
-        return self._out.submit(lambda: land(source), nbytes, self.in_flight_bytes_most, "gradient")
+        sent = self._out.submit(lambda: land(source), nbytes, self.in_flight_bytes_most, "gradient")
+        self._out.until(self.in_flight_bytes_most - self.gradient_bytes_most)
+        return sent
 
     def stow(
         self, source: torch.Tensor, store: Callable[[Put], None], after: Sequence[Transfer] | None = None, what: str = "activation"

@@ -113,6 +113,16 @@ class SwapQueue:
             self._changed.notify_all()
         return job
 
+    def until(self, pending_bytes_most: int) -> None:
+        """Returns when what is pending, of what counts, is no more than that, or nothing is."""
+        with self._changed:
+            if self._pending_bytes > max(pending_bytes_most, 0):
+                self._demanded += 1
+                self._changed.notify_all()
+                with self._waiting():
+                    self._changed.wait_for(lambda: self._pending_bytes <= max(pending_bytes_most, 0))
+                self._demanded -= 1
+
     def _full(self, room: float) -> bool:
         return len(self._jobs) >= self._bound or self._pending_bytes > max(room, 0)
 

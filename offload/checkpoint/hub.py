@@ -1,0 +1,66 @@
+"""transformers' own `save_pretrained`, as its Trainer calls it.
+
+[Note: transformers' saves]
+PreTrainedModel.save_pretrained writes from the memory of parameters, which one at rest has not. So it is watched, once for all models: of a prepared
+model it is offload's, which writes the same files. What that cannot do is refused; of any other model, and of other tensors than the model's own, it
+is transformers'.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from offload.checkpoint.names import hub_model
+from offload.engine.registry import engine_of, record_of
+from offload.errors import ConfigError
+
+_WHOLE: dict[str, Any] = {"push_to_hub": False, "variant": None, "save_original_format": True, "distributed_checkpoint": False}
+_theirs: list[Callable[..., Any]] = []
+
+
+def watch_saves(model: nn.Module) -> None:
+    """From here on transformers' own `save_pretrained` knows prepared models, if this is one of transformers'. See [Note: transformers' saves]."""
+    if hub_model(model) is None or _theirs:
+        return
+    kind: Any = sys.modules["transformers.modeling_utils"].PreTrainedModel
+    theirs = kind.save_pretrained
+    _theirs.append(theirs)
+    signature = inspect.signature(theirs)
+
+    @functools.wraps(theirs)
+    def save(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs).arguments
+        return _save(self, given) if _is_own(self, given.get("state_dict")) else theirs(self, *args, **kwargs)
+
+    kind.save_pretrained = save
+
+
+def _is_own(model: nn.Module, state: dict[str, Any] | None) -> bool:
+    """Whether a prepared model, and no other tensors than its own, are to be saved."""
+    home = next((found for found in map(record_of, model.parameters()) if found is not None), None)
+    if home is None or home[0].model is not model:
+        return False
+    if state is None:
+        return True
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return state.keys() == model.state_dict().keys() and all(record_of(state[name]) is not None for name in names & state.keys())
+
+
+def _save(model: nn.Module, given: dict[str, Any]) -> None:
+    for name, only in _WHOLE.items():
+        if given.get(name, only) != only:
+            raise ConfigError(
+                f"save_pretrained({name}={given[name]!r}) is not there for a prepared model: leave it out, or go on from what is written without it"
+            )
+    if engine_of(model).job is not None:
+        raise ConfigError("transformers' save_pretrained() is one process's: let all ranks call offload.save_pretrained(model, directory)")
+    if given.get("is_main_process", True):
+        from offload.checkpoint.export import save_pretrained
+
+        save_pretrained(model, given["save_directory"], given.get("max_shard_size", "50GB"))
