@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from offload.config import Precision, Tiers
 from offload.errors import BudgetError, CheckpointError, ConfigError, OffloadError, PlanError, RankError, StepError, SwapError
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from offload.checkpoint.load import load
     from offload.checkpoint.save import save
     from offload.checkpoint.weights import load_pretrained
+    from offload.config import Precision, Tiers
     from offload.memory.swap import SwapFile
     from offload.optim import clip_grad_norm_
 
@@ -28,7 +28,9 @@ __all__ = [
 ]  # fmt: skip
 
 _LAZY = {
+    "Precision": "offload.config",
     "SwapFile": "offload.memory.swap",
+    "Tiers": "offload.config",
     "clip_grad_norm_": "offload.optim",
     "load": "offload.checkpoint.load",
     "load_pretrained": "offload.checkpoint.weights",

@@ -21,7 +21,7 @@ from offload.engine.engine import Engine
 from offload.engine.registry import check_unprepared, engine_of
 from offload.engine.units import Units
 from offload.errors import ConfigError, PlanError
-from offload.memory.limits import host_limits, resident_bytes
+from offload.memory.limits import check_environment, host_limits, resident_bytes
 from offload.observe.base import base_bytes
 from offload.observe.runtime import Runtime
 from offload.planner.boundaries import boundaries
@@ -226,6 +226,7 @@ def prepare(
     `mesh`: a DeviceMesh of one dimension, or of two, (replicate, shard): state is divided along the second and the same along the first.
     Raises `ConfigError`, `PlanError` before anything is allocated, `SwapError`; `RankError` when another rank is gone.
     """
+    check_environment()
     _check_settings(model, tiers, precision, accumulate, seed)
     if plan is not None:
         precision, accumulate = _agreed(plan, precision, place, _batch(batch), activations, accumulate)

@@ -60,7 +60,7 @@ def parse_size(value: object) -> int:
     if isinstance(value, float) and not value.is_integer():
         raise ConfigError(f"{value!r} is no whole number of bytes")
     if not 0 <= value < _SIZE_MAX:
-        raise ConfigError(f"{shown(value)} bytes is out of range")
+        raise ConfigError(f"{shown(value)} bytes is out of range; give 0 or more")
     return int(value)
 
 

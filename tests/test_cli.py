@@ -10,13 +10,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import offload
 from offload.cli import main
+from offload.cli.plan import _would_help
 from offload.memory.stalls import CAUSES
 from runs import SMALL, records_of, sizes, summary_of
 
+ROOT = Path(__file__).parents[1]
 SIZES = sizes(128, 64, 128)
 RUN = SMALL.but(
     model={"config": SIZES},
@@ -55,6 +59,45 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
     assert done.returncode == 0 and "doctor" in done.stdout
 
 
+def test_a_wrong_command_names_its_help(refused) -> None:  # type: ignore[no-untyped-def]
+    assert refused("train").endswith("see `offload train --help`")
+    assert refused("train", "RUN", "--outt", "x").endswith("see `offload train --help`")
+    assert refused("train", "RUN", "--set").endswith("see `offload train --help`")
+    assert refused("trian").endswith("see `offload --help`")
+
+
+def test_no_command_at_all_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0 and "doctor" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0 and capsys.readouterr().out == f"offload {offload.__version__}\n"
+
+
+@pytest.mark.parametrize("argv", [["plan", "--params", "70e9"], ["plan", "--params", "70e9", "--json"], ["--help"]], ids=" ".join)
+def test_a_result_that_is_not_taken(tmp_path: Path, argv: list[str]) -> None:
+    """By `head`, which is no error; by a full disk, which is one."""
+    call = [sys.executable, "-m", "offload", *argv]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as gone:
+        done = subprocess.run(call, stdout=gone, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "") or argv == ["--help"]
+    assert done.returncode and done.stderr == ""
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(call, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "No space left" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_run_outlives_whoever_reads_what_it_says(run: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as gone:
+        call = [sys.executable, "-m", "offload", "train", str(run), "--out", str(run.parent / "out"), "--json"]
+        done = subprocess.run(call, stdout=subprocess.PIPE, stderr=gone, text=True)
+    assert done.returncode == 0 and json.loads(done.stdout) == summary_of(run.parent / "out")
+
+
 @pytest.mark.parametrize(
     "argv",
     [["train"], ["train", "RUN", "--outt", "x"], ["trian"], ["plan"], ["plan", "--params", "many"], ["plan", "--params", "-1"],
@@ -74,6 +117,7 @@ def test_usage_errors(refused, argv: list[str]) -> None:  # type: ignore[no-unty
         ("model.type=lama", "nearest: llama"),
         ("model.type=vit", "no causal language model"),
         ("model.config.hiden_size=3", "nearest: hidden_size"),
+        ("model.config.vocab_size=0", "vocab_size is 0"),
         ("data.source=texts/*.py", "tokenizer"),
         ("checkpoint.every=0", "checkpoint.every"),
         ("tiers.nvme=[['/proc/swap', '1GiB']]", "/proc/swap"),
@@ -85,6 +129,17 @@ def test_run_files_that_cannot_run(refused, run: Path, override: str, says: str)
     assert says in refused("train", run, "--set", override, *tight, "--out", run.parent / "out")
 
 
+@pytest.mark.parametrize(("name", "value"), [("OFFLOAD_SIMD", "sse9"), ("OFFLOAD_THREADS", "many"), ("OFFLOAD_IO", "floppy")])
+def test_variables_that_ask_for_what_there_is_not(run: Path, name: str, value: str) -> None:
+    settings = ["--set", "tiers.place.optimizer=nvme", "train.steps=1"]
+    for argv in (["train", run, *settings], *([["plan", run, *settings]] if name != "OFFLOAD_IO" else []), ["doctor", "--path", run.parent]):
+        done = subprocess.run(
+            [sys.executable, "-m", "offload", *map(str, argv)], capture_output=True, text=True, cwd=run.parent, env=os.environ | {name: value}
+        )
+        assert "Traceback" not in done.stderr + done.stdout and value in done.stderr + done.stdout
+        assert done.returncode == 2 or (name, argv[0]) == ("OFFLOAD_IO", "doctor")
+
+
 def test_missing_paths(refused, run: Path) -> None:  # type: ignore[no-untyped-def]
     out = ("--out", run.parent / "out")
     assert "cannot read" in refused("train", run.parent / "none.toml", *out)
@@ -92,6 +147,14 @@ def test_missing_paths(refused, run: Path) -> None:  # type: ignore[no-untyped-d
     assert f"no config.json in {run.parent / 'model'}" in refused("train", run, *out)
     assert "cannot write" in refused("train", run, "--out", run / "out")
     assert "--resume" in refused("train", run, "--resume", run.parent / "out", *out)
+
+
+def test_a_run_without_checkpoints_has_none(refused, run: Path) -> None:  # type: ignore[no-untyped-def]
+    (run.parent / "out").mkdir()
+    (run.parent / "out/config.toml").write_text(run.read_text())
+    assert "has no checkpoint yet" in refused("verify", run.parent / "out")
+    assert "has no checkpoint yet" in refused("export", run.parent / "out", run.parent / "there")
+    assert "--max-shard-size: 'lots' is no size" in refused("export", run.parent / "out", run.parent / "there", "--max-shard-size", "lots")
 
 
 def test_no_text_found(refused, run: Path) -> None:  # type: ignore[no-untyped-def]
@@ -179,7 +242,22 @@ def test_a_plan(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     assert main(["plan", str(run), "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["state_bytes"] > 0 and set(made["placement"]) == {"parameter", "gradient", "optimizer"}
+    peak = made["peak_bytes"]
+    assert set(peak) == {"device", "host", "nvme", "rss"} and peak["device"] + peak["host"] < peak["rss"]
+    documented = (ROOT / "docs/run-file.md").read_text()
+    assert not [name for name in made if f"`{name}`" not in documented]
     assert main(["plan", str(run)]) == 0 and "MiB" in capsys.readouterr().out
+
+
+def test_what_would_help() -> None:
+    """By what holds the step; nothing where only a faster machine would."""
+    made = SimpleNamespace(peak_bytes={"nvme": 3 << 30}, recomputed=())
+    given = SimpleNamespace(compute="bf16", master="fp32", moments="fp32")
+    ways = _would_help("nvme", made, given)
+    assert "3 GiB more in tiers.host" in ways[0] and "int8" in ways[1] and "split" in ways[1]
+    assert len(_would_help("nvme", made, SimpleNamespace(compute="bf16", master="fp32", moments="int8"))) == 1
+    assert "tiers.device" in _would_help("h2d", made, given)[0] and not _would_help("compute", made, given)
+    assert "fewer than 2 units" in _would_help("compute", SimpleNamespace(recomputed=(0, 1)), given)[0]
 
 
 def test_treatments_of_activations(capsys: pytest.CaptureFixture[str], run: Path) -> None:
@@ -263,6 +341,8 @@ def test_a_run_from_the_command(run: Path) -> None:
         assert set(m["stall_seconds"]) == set(CAUSES) and min(m["stall_seconds"].values()) >= 0
         assert m["compute_seconds"] + sum(m["stall_seconds"].values()) == pytest.approx(m["seconds"])
     assert all(summary["stall_seconds"][c] == pytest.approx(sum(m["stall_seconds"][c] for m in lines)) for c in CAUSES)
+    documented = (ROOT / "docs/run-file.md").read_text()
+    assert not [name for name in (*summary, *lines[0]) if f"`{name}`" not in documented]
     trace = json.loads(gzip.decompress((cwd / "runs/run/trace.json.gz").read_bytes()))
     held = [e["args"] for e in trace["traceEvents"] if e["name"] == "bytes"]
     assert held and all(0 <= b[tier] <= summary["budget_bytes"][tier] for b in held for tier in summary["budget_bytes"])
@@ -274,6 +354,19 @@ def test_a_run_from_the_command(run: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_step_ends_a_run_at_once(run: Path, number: signal.Signals) -> None:
+    """And leaves the run that was in its directory."""
+    out = run.parent / "out"
+    out.mkdir()
+    (out / "summary.json").write_text("{}")
+    hook = f"import os, offload.train.loop as loop\nloop._sequences = lambda *_: os.kill(os.getpid(), {int(number)})\n"
+    code = f"{hook}import sys\nfrom offload.cli import main\nsys.exit(main(['train', {str(run)!r}, '--out', {str(out)!r}]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", "stopping before the first step\n")
+    assert sorted(p.name for p in out.iterdir()) == [".lock", "summary.json"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_run_cleanly(run: Path, number: signal.Signals) -> None:
     argv = [sys.executable, "-m", "offload", "train", str(run), "--set", "train.steps=100000", "--out", str(run.parent / "out")]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

@@ -86,6 +86,30 @@ def test_files_are_found_sorted_and_missing_ones_named(tmp_path: Path) -> None:
         find_files([str(tmp_path / "empty.py")])
 
 
+def test_a_file_counts_once_whatever_links_lead_to_it(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.txt").write_text("x")
+    (tmp_path / "texts/b.txt").symlink_to("a.txt")
+    (tmp_path / "texts/again").symlink_to(".")
+    (tmp_path / "texts/gone.txt").symlink_to("nowhere")
+    assert find_files([str(tmp_path / "texts/**/*.txt")]) == [str(tmp_path / "texts/a.txt")]
+    with pytest.raises(ConfigError, match=r"no file matches .*gone\.txt"):
+        find_files([str(tmp_path / "texts/gone.txt")])
+    with pytest.raises(ConfigError, match=r"is a directory; .*/texts/\*\*/\*\.txt"):
+        find_files([str(tmp_path / "texts")])
+
+
+def test_a_tail_starts_with_a_whole_character(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("\u20ac" * 10)  # of three bytes each
+    for share in (0.5, 0.51, 0.52, 0.53, 0.99):
+        (head,), (tail,) = split([str(tmp_path / "a")], share, seed=0)
+        strange: set[str] = set()
+        assert [text for text, _ in tokenize.pieces([head, tail], strange)] == [
+            text for text in ("\u20ac" * (head.stop // 3), "\u20ac" * (10 - head.stop // 3)) if text
+        ]
+        assert not strange and head.stop == tail.start
+
+
 def test_held_out_files_are_apart(tmp_path: Path) -> None:
     files = []
     for i in range(40):
@@ -146,8 +170,25 @@ def test_a_child_tokenizes(tmp_path: Path) -> None:
     child.close()
     assert sorted(rows.ravel().tolist()) == sorted([1, 2, 3, 1, 2, 1, 2, 3]) and none.shape == (0, 4) and not list(out.iterdir())
 
+    (tmp_path / "old").write_bytes("a b caf\u00e9\n".encode("latin-1") * 2)
+    (tmp_path / "new").write_text("a \ufffd b c\n")
+    child = tokenize.Tokenizing(tmp_path, {"train": (spans(tmp_path / "old", tmp_path / "new"), 3)}, 4, 0, out, vocabulary=4)
+    said: list[str] = []
+    child.wait(said.append)
+    child.close()
+    assert len(said) == 1 and said[0].startswith(f"texts that are no UTF-8: 1, the first {tmp_path / 'old'};")
+
+    child = tokenize.Tokenizing(tmp_path, {"train": (spans(tmp_path / "text"), 3)}, 4, 0, out, vocabulary=3)
+    with pytest.raises(ConfigError, match=r"^data\.source: the tokenizer in .* gives token 3, and the model knows 3 tokens"):
+        child.wait()
+    child.close()
+    child = tokenize.Tokenizing(tmp_path, {"train": ([Span(str(tmp_path / "gone"), 0, 9)], 3)}, 4, 0, out)
+    with pytest.raises(ConfigError, match=r"^data\.source: cannot read .*/gone: No such file"):
+        child.wait()
+    child.close()
+
     child = tokenize.Tokenizing(tmp_path / "nowhere", {"train": ([], 1)}, 4, 0, out)
-    with pytest.raises(ConfigError, match="tokenizing failed"):
+    with pytest.raises(ConfigError, match=r"tokenizing with .*nowhere failed"):
         child.wait()
     child.close()
     assert not list(out.iterdir())

@@ -99,6 +99,23 @@ def test_torch_reads_what_was_saved_here_and_the_other_way(prepared: Prepared, t
             same(target[1].state[p]["exp_avg"], wanted[name][1], name)
 
 
+def test_torch_reads_checkpoints(prepared: Prepared, tmp_path: Path) -> None:
+    """The files of `offload.save`, which are the same whatever the number of ranks: into plain tensors, by their names in it."""
+    model, optimizer = trained(prepared, 3, "nvme", precision=BF16)
+    offload.save(tmp_path / "at", model, optimizer)
+    moments = ("exp_avg", "exp_avg_sq")
+    wanted = {f"{role}/{n}": optimizer.state[p][role].clone() for n, p in model.named_parameters() for role in moments if p in optimizer.state}
+    found = {name: torch.empty_like(value) for name, value in wanted.items()}
+    found |= {f"master/{n}": torch.empty(p.shape) for n, p in model.named_parameters() if p.requires_grad}
+    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "at")))
+    assert wanted
+    for name, value in wanted.items():
+        same(found[name], value, name)
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            same(found[f"master/{name}"].to(p.dtype), p.detach().clone(), name)
+
+
 def test_planning_reads_nothing_and_saving_reads_each_value_once(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained(prepared, 1, "nvme")
     read: list[str] = []

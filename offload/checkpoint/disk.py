@@ -140,6 +140,8 @@ def opened(path: Path) -> Iterator[FileIO]:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing, so the checkpoint is not whole; take another") from None
+    except PermissionError:
+        raise CheckpointError(f"{path} may not be read by this user; mend its permissions") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be opened: {error.strerror}; a checkpoint has plain files alone") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from offload.checkpoint import disk
 from offload.checkpoint.codec import decode
 from offload.checkpoint.content import BUFFER, MASTER, OTHER, VALUE, SavedState, read_state
 from offload.checkpoint.dtypes import OF_STORED, STORED
-from offload.checkpoint.manifest import STATE, TENSORS, read_manifest, verify
+from offload.checkpoint.manifest import STATE, TENSORS, Manifest, read_manifest, verify
 from offload.checkpoint.modules import extra_state_keys, persistent_buffers, set_extra_states
 from offload.checkpoint.save import PIECE, checked, group_names, place_of, stored_moments
 from offload.checkpoint.tensorfile import Entry, read_header
@@ -63,16 +64,22 @@ def restore(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
     """`load` of a checkpoint that has been verified."""
     engine, adam = checked(model, optimizer, "load()")
     with alike(engine.job, "loading the checkpoint"):
-        state, settings, more, modules, extra = _restore(directory, model, engine, adam)
+        manifest = read_manifest(directory)
+    if engine.job is not None:
+        engine.job.agree(xxhash.xxh3_128_hexdigest(manifest.render()), "the checkpoint (its manifest)")
+    with alike(engine.job, "loading the checkpoint"):
+        state, settings, more, modules, extra = _restore(directory, manifest, model, engine, adam)
     _install(engine, adam, state, settings, more)
     with alike(engine.job, "loading the checkpoint"):
         set_extra_states(model, modules)
     return extra
 
 
-def _restore(directory: Path, model: nn.Module, engine: Engine, adam: Adam) -> tuple[SavedState, list[Any], dict[str, Any], dict[str, Any], Any]:
+def _restore(
+    directory: Path, manifest: Manifest, model: nn.Module, engine: Engine, adam: Adam
+) -> tuple[SavedState, list[Any], dict[str, Any], dict[str, Any], Any]:  # fmt: skip
     """Compares everything, then reads values. What it gives is for `_install`, then the extra state of modules, and `extra`."""
-    if read_manifest(directory).files.keys() != {STATE, TENSORS}:
+    if manifest.files.keys() != {STATE, TENSORS}:
         raise CheckpointError(f"{directory} has other files than {STATE} and {TENSORS}; take another checkpoint")
     state, entries = read_state(directory), read_header(directory / TENSORS)
     check_parameters(directory, state, engine)

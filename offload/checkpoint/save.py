@@ -95,6 +95,7 @@ def save_through(
     first, ordered = header(entries), [(of[name], entry) for name, entry in entries.items()]
     nbytes = sum(entry.nbytes for entry in entries.values())
     if engine.job is not None:
+        engine.job.agree_on_machines(os.path.realpath(target), "the directory to save to")
         save_together(engine.job, target, saving, state.render(), len(first) + nbytes, _pieces(ordered, first, engine), _room(engine), take)
         return
     try:

@@ -47,6 +47,7 @@ def write_shared(
 ) -> list[str]:  # fmt: skip
     """As `write_directory`, on all ranks. `own(i, output)`: what this rank writes of the output of that number; all ranks' together are all of it."""
     directory = resolved(directory)
+    world.agree_on_machines(str(directory), "the directory to save to")
     shards = Shards.of(outputs, most)
     with ExitStack() as closing:
 

@@ -276,12 +276,12 @@ def _index(index: Path) -> dict[str, Path]:
 def header(path: Path) -> dict[str, Stored]:
     """What a file holds. safetensors itself checks that the header agrees with the file's length."""
     try:
-        with safe_open(path, framework="pt", device="cpu"), path.open("rb") as file:
+        with path.open("rb") as file, safe_open(path, framework="pt", device="cpu"):
             length = int.from_bytes(file.read(8), "little")
             header: dict[str, Any] = json.loads(file.read(length))
         return {name: _stored(name, path, 8 + length, entry) for name, entry in sorted(header.items()) if name != "__metadata__"}
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors: {named(str(error))}") from None
+        raise CheckpointError(f"{path} cannot be read as safetensors: {named(getattr(error, 'strerror', None) or str(error))}") from None
 
 
 def _stored(name: str, path: Path, data: int, entry: dict[str, Any]) -> Stored:

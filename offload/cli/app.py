@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from contextlib import suppress
+from typing import Annotated, Any, TextIO
 
 import typer
 
+from offload import __version__
 from offload.errors import ConfigError, OffloadError
 
-INTERRUPTED = 130
+INTERRUPTED = 128 + signal.SIGINT
+UNREAD = 128 + signal.SIGPIPE
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Trains PyTorch models whose state does not fit the GPU, through GPU memory, RAM and NVMe.",
@@ -29,7 +33,28 @@ _EXTRA = {"allow_extra_args": True, "ignore_unknown_options": False}
 def emit(result: dict[str, Any], as_json: bool, text: Callable[[dict[str, Any]], str]) -> None:
     """Prints a command's result, for programs or for people."""
     said = json.dumps(result, indent=1) if as_json else text(result)
-    print(said.encode(errors="backslashreplace").decode())  # names of files may be no text
+    write(said.encode(errors="backslashreplace").decode())  # names of files may be no text
+
+
+def write(text: str) -> None:
+    """Prints a result whole; where standard output does not take it, the command ends."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        raise typer.Exit(_unwritten(error)) from None  # main() finds that it still does not
+
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        print(f"offload {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[bool, typer.Option("--version", help="print the version and exit", is_eager=True, callback=_tell_version)] = False,
+) -> None:
+    """What all commands have."""
 
 
 @app.command(context_settings=_EXTRA)
@@ -132,7 +157,7 @@ def clean(
 def _later(name: str, text: str) -> None:
     @app.command(name, help=f"{text} (not available in this version)", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
     def refuse(as_json: Json = False) -> int:
-        raise ConfigError(f"offload {name} is not available in this version")
+        raise ConfigError(f"offload {name} is not available in this version; a run's figures are in metrics.jsonl and summary.json")
 
 
 for _name, _text in {
@@ -144,22 +169,61 @@ for _name, _text in {
 
 def fail(text: object) -> int:
     """Says what went wrong; the exit code for it."""
-    print(f"error: {' '.join(str(text).split())}", file=sys.stderr)
+    with suppress(OSError):  # nobody may be there to hear it
+        print(f"error: {' '.join(str(text).split())}", file=sys.stderr, flush=True)
     return 2
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit code: 0, 2 for a user's error, 130 or 143 where a signal ended it."""
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+def _usage(error: Exception, argv: Sequence[str]) -> str | None:
+    """What typer finds wrong with a command, and where to look; None for other errors. Its classes have no common base across its versions."""
+    said = getattr(error, "format_message", None)
+    if said is None:
+        return None
+    text, known = said().rstrip("."), {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    name = next((f"{word} " for word in argv if word in known), "")
+    return f"{text}{'' if text.endswith('?') else ';'} see `offload {name}--help`"
+
+
+def _give_up(stream: TextIO) -> None:
+    """Python writes what is left in a stream as it ends; what nobody takes goes nowhere."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _unwritten(error: OSError) -> int:
+    """The exit code where standard output takes nothing more: whoever read it is gone, as `head` is, or its disk is full."""
+    return UNREAD if isinstance(error, BrokenPipeError) else fail(f"cannot write the result to standard output: {error.strerror}; make room for it")
+
+
+def _called(argv: Sequence[str]) -> int:
     try:
         return int(app(args=argv, prog_name="offload", standalone_mode=False) or 0)
     except OffloadError as error:
         return fail(error)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+    except OSError as error:
+        if error.errno is None:
+            raise
+        return fail(f"{error}; mend that, or give another directory")
     except Exception as error:
-        usage = getattr(error, "format_message", None)  # typer's, which shows no common base across its versions
+        usage = _usage(error, argv)
         if usage is None:
             raise
-        return fail(usage())
+        return fail(usage)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit code: 0, 2 for a user's error, 128 and the number of a signal that ended it, as 130 and 143."""
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    code = _called((sys.argv[1:] if argv is None else list(argv)) or ["--help"])
+    try:
+        print(end="", flush=True)
+    except OSError as error:
+        code = code or _unwritten(error)
+        _give_up(sys.stdout)
+    try:
+        print(end="", file=sys.stderr, flush=True)
+    except OSError:
+        _give_up(sys.stderr)
+    return code

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from offload.cli.app import write
 from offload.errors import ConfigError
 
 PARTS = ("copy", "swap", "adam", "step")
@@ -206,13 +207,15 @@ def _swap_tables(swap: dict[str, Any], table: Callable[..., Any]) -> Iterator[An
 
 def bench_command(what: str, path: str, as_json: bool) -> int:
     """Measures a part or all, prints tables (or JSON), and keeps the figures as the machine's profile."""
+    from offload.memory.limits import check_environment
     from offload.observe import profile
 
+    check_environment()
     if what not in (*PARTS, "all"):
         raise ConfigError(f"offload bench {what}: give one of {', '.join(PARTS)}, or all")
     directory = Path(path).resolve()
     if not os.path.isdir(directory):
-        raise ConfigError(f"--path {path} is no directory")
+        raise ConfigError(f"--path {path} is no directory; give one on the drive in question")
     measures: dict[str, Callable[[], dict[str, Any]]] = {
         "copy": measure_copy, "swap": lambda: measure_swap(directory), "adam": measure_adam, "step": lambda: measure_step(directory)
     }  # fmt: skip
@@ -229,7 +232,7 @@ def bench_command(what: str, path: str, as_json: bool) -> int:
             result["profile"] = str(kept)
     result["seconds"] = round(time.monotonic() - start, 1)
     if as_json:
-        print(json.dumps(result, indent=1))
+        write(json.dumps(result, indent=1))
         return 0
     from rich.console import Console
 

@@ -114,9 +114,12 @@ def _text(result: dict[str, Any]) -> str:
 
 def doctor_command(path: str, as_json: bool) -> int:
     """Prints the findings; 0 also where something is degraded, as everything works without it."""
+    from offload.memory.limits import check_environment
+
+    check_environment()
     directory = Path(path).resolve()
     if not os.path.isdir(directory):
-        raise ConfigError(f"--path {path} is no directory")
+        raise ConfigError(f"--path {path} is no directory; give one on the drive in question")
     findings = [*_software(), *_processor(), *_memory(), *_disk(directory)]
     emit({"findings": [asdict(f) for f in findings], "degraded": [f.name for f in findings if f.mend]}, as_json, _text)
     return 0

@@ -8,7 +8,7 @@ from typing import Any
 
 from offload.cli.app import emit
 from offload.cli.files import check, checkpoints
-from offload.config import ModelTable, RunConfig, format_count, format_size
+from offload.config import ModelTable, RunConfig, format_count, format_size, parse_size
 from offload.errors import CheckpointError, ConfigError
 
 _BESIDE = (
@@ -58,6 +58,10 @@ def _text(result: dict[str, Any]) -> str:
 
 def export_command(directory: str, out: str, model: str | None, max_shard_size: str, as_json: bool) -> int:
     """Verifies the newest checkpoint of a run, or the one given, and writes its weights to `out`."""
+    try:
+        parse_size(max_shard_size)
+    except ConfigError as error:
+        raise ConfigError(f"--max-shard-size: {error}") from None
     *before, checkpoint = checkpoints(directory)
     table = _model_table(checkpoint, model)
     _check_out(checkpoint, out)

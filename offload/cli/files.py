@@ -18,15 +18,17 @@ def checkpoints(directory: str) -> list[Path]:
     """The checkpoint that `directory` is, or those of the run that it is, oldest first; at least one, or ConfigError."""
     path = Path(directory)
     if not os.path.isdir(path):  # Path's own raises where a name is too long
-        raise ConfigError(f"{directory} is no directory")
-    if not os.path.isdir(path / "checkpoints"):
+        raise ConfigError(f"{directory} is no directory; give a checkpoint, or the directory of a run")
+    if not os.path.isfile(path / "config.toml") and not os.path.isdir(path / "checkpoints"):
         return [path]
     try:
         found = sorted(p for p in (path / "checkpoints").iterdir() if p.is_dir() and p.name.startswith("step-"))
+    except FileNotFoundError:
+        found = []
     except OSError as error:
         raise ConfigError(f"cannot look into {path / 'checkpoints'}: {error.strerror}") from None
     if not found:
-        raise ConfigError(f"{directory} has no checkpoint yet")
+        raise ConfigError(f"{directory} has no checkpoint yet; a run saves them where its file has a table [checkpoint]")
     return found
 
 
@@ -66,7 +68,7 @@ def _names(found: list[Path]) -> str:
 def _swap_directories(directory: str) -> list[Path]:
     path = Path(directory)
     if not os.path.isdir(path):
-        raise ConfigError(f"{directory} is no directory")
+        raise ConfigError(f"{directory} is no directory; give a swap directory, or the directory of a run")
     if not os.path.isfile(path / "config.toml"):
         return [path]
     return [Path(disk) for disk, _ in RunConfig.load(path / "config.toml").tiers_value().nvme if os.path.isdir(disk)]

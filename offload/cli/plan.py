@@ -43,6 +43,8 @@ def _placement(run: str, overrides: Sequence[str], ranks: int) -> dict[str, Any]
     config = RunConfig.load(run, overrides)
     import torch
 
+    from offload.memory.limits import check_environment
+    from offload.observe.base import measure as measure_base
     from offload.planner.cost import traffic_of
     from offload.planner.leftover import fetches, slots_of
     from offload.planner.schedule import taken
@@ -50,9 +52,10 @@ def _placement(run: str, overrides: Sequence[str], ranks: int) -> dict[str, Any]
     from offload.train.estimate import estimate
     from offload.train.loop import compute_device
 
+    check_environment()
     model_config = model.load_config(config.model)
     toy = model.Toy(model_config)
-    toy.step()
+    base = measure_base(toy.step)
     device = compute_device(config.train.device)
     made = model.plan(model_config, config, device, toy.in_chunks, ranks=ranks)
     direct, accumulate = device == "cpu", config.data.accumulate
@@ -61,17 +64,20 @@ def _placement(run: str, overrides: Sequence[str], ranks: int) -> dict[str, Any]
     made = found.fastest(made, direct=direct, accumulate=accumulate, early=backward)
     early = found.early(made, direct=direct, accumulate=accumulate) if backward else 0
     traffic = traffic_of(made, direct=direct, accumulate=accumulate, taken=taken(made, found.order, early))
+    bound = found.bound(traffic, recomputed=made.recomputed, accumulate=accumulate)
+    in_memory = ("device", "host") if device != "cuda" else ("host",)
     return {
         "parameters": made.parameters,
         "predicted_step_seconds": found.predicted(made, direct=direct, accumulate=accumulate, early=early),
-        **found.bound(traffic, recomputed=made.recomputed, accumulate=accumulate),
+        **bound,
+        "would_help": _would_help(bound["limiting_link"], made, config.precision),
         "written_bytes_per_step": traffic.nvme_write,
         "steps_per_100_tb_written": _WEAR // traffic.nvme_write if traffic.nvme_write else None,
         "state_bytes": made.state_bytes,
         "state_bytes_per_rank": made.state_bytes_per_rank,
         **({"ranks": ranks, "stage": config.train.stage, "replicate": config.train.replicate} if ranks > 1 else {}),
         "budget_bytes": config.tiers_value().budget_bytes(),
-        "peak_bytes": made.peak_bytes,
+        "peak_bytes": made.peak_bytes | {"rss": base + sum(made.peak_bytes[tier] for tier in in_memory)},
         "activations": made.activations,
         "activation_bytes": made.activation_bytes,
         "recomputed_units": len(made.recomputed),
@@ -83,6 +89,21 @@ def _placement(run: str, overrides: Sequence[str], ranks: int) -> dict[str, Any]
         "fetches_per_step": sum(map(sum, fetches(slots_of(made, direct), made.slots, accumulate))),
         "placement": made.describe(),
     }
+
+
+def _would_help(link: str, made: Any, precision: Any) -> list[str]:
+    """What would make a step shorter that is held by `link`; empty where only a faster machine would."""
+    ways = []
+    if link == "nvme":
+        ways.append(f"{format_size(made.peak_bytes['nvme'])} more in tiers.host, so that nothing rests on NVMe; each byte there is one less to move")
+        if precision.moments == "fp32":
+            split = ' and precision.master = "split"' if precision.compute == "bf16" and precision.master != "split" else ""
+            ways.append(f'precision.moments = "int8"{split}, for smaller state')
+    elif link in ("h2d", "d2h"):
+        ways.append("more in tiers.device, so that more units stay there")
+    elif made.recomputed:
+        ways.append(f"more in tiers.device, so that fewer than {len(made.recomputed)} units are computed again")
+    return ways
 
 
 def _text(result: dict[str, Any]) -> str:
@@ -109,6 +130,8 @@ def _text(result: dict[str, Any]) -> str:
     lines.append(f"activations: {result['activations']}{again}" + (f" ({held})" if held else ""))
     lines.append(f"a step is expected to take {result['predicted_step_seconds']:.3g} s")
     lines.append(f"it takes at least {result['bound_step_seconds']:.3g} s, held by {result['limiting_link']}")
+    if result["would_help"]:
+        lines.append("it would help to have " + ", or ".join(result["would_help"]))
     steps = result["steps_per_100_tb_written"]
     wear = f": {steps:.3g} steps take 100 TB of its rated endurance (TBW)" if steps is not None else ""
     lines.append(f"{format_size(result['written_bytes_per_step'])} written to NVMe a step{wear}")

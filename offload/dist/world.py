@@ -1,5 +1,10 @@
 """One rank's view of all ranks: collectives that say who is late or gone, and small values shared.
 
+[Note: in step]
+Ranks that do different things would wait for each other until they are late. So whatever is shared goes by one channel, with its name, and ranks
+compare names: who reads a value that is divided, steps, saves, or begins a forward or backward, finds at once that another does something else. Units
+that are gathered are compared likewise, in a channel of their own.
+
 torch.distributed is met in this package alone, and only where there are several ranks. On CPUs collectives are messages between ranks
 (`link.py`) and sums in the order of ranks (`sums.py`), made by whoever waits for them; on CUDA they are NCCL's.
 """
@@ -11,9 +16,11 @@ import json
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,7 +37,9 @@ from offload.errors import ConfigError, RankError
 TIMEOUT = 600.0  # seconds
 TIMEOUT_VARIABLE = "OFFLOAD_COLLECTIVE_TIMEOUT"
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+_HEAD = 256  # bytes of what is shared that come at once
 _NOTED = 2.0  # seconds between a rank's notes
+_LONG = 60.0  # seconds of a wait that is told of
 
 
 class _Waitable(Protocol):
@@ -75,6 +84,8 @@ class World:
         self._home: World | None = None  # the world that this is a part of
         self._counting = threading.Lock()
         self._closed, self._owner, self._nccl, self._group = False, False, False, None  # type: tuple[bool, bool, bool, Any]
+        self._process = os.getpid()
+        self._channel = "what ranks tell each other"
 
     @classmethod
     def alone(cls) -> World:
@@ -130,10 +141,11 @@ class World:
         """Of all ranks' values, in the order of ranks, the sum of those on this rank's machine."""
         return sum(value for value, host in zip(values, self._hosts, strict=True) if host == self._hosts[self.rank])
 
-    def gather_into(self, full: torch.Tensor, own: torch.Tensor, what: str, reducing: bool = False) -> Work:
+    def gather_into(self, full: torch.Tensor, own: torch.Tensor, what: str, reducing: bool = False, ordered: bool = False) -> Work:
         """Starts to fill `full` [size * S] with every rank's `own` [S], same dtype and device, which may be the part of it that is this rank's.
 
-        `reducing`: in the order of reductions, of which it is the end.
+        `reducing`: in the order of reductions, of which it is the end. `ordered`: all such are made in one order on all ranks, else the wait for one
+        is a RankError.
         """
         if full.numel() != self.size * own.numel() or full.dtype != own.dtype:
             raise ValueError(f"{what}: {own.numel()} {own.dtype} of each of {self.size} ranks is not {full.numel()} {full.dtype}")
@@ -147,9 +159,9 @@ class World:
             import torch.distributed as dist
 
             group = self._reduces if reducing else self._gathers
-            return self._work(name, lambda: [dist.all_gather_into_tensor(full, own, group=group, async_op=True)])
+            return self._work(name, lambda: [*self._ordered(name, ordered), dist.all_gather_into_tensor(full, own, group=group, async_op=True)])
         link = self._sum_link if reducing else self._gather_link
-        return self._work(name, lambda: link.gather(list(full.view(self.size, -1)), own, name))
+        return self._work(name, lambda: [*self._ordered(name, ordered), *link.gather(list(full.view(self.size, -1)), own, name)])
 
     def reduce_scatter(self, own: torch.Tensor, full: torch.Tensor, what: str) -> Work:
         """Starts to set `own` [S], in a dtype of its own, to the sum over ranks of this rank's part of `full` [size * S]; it may be that part.
@@ -208,12 +220,19 @@ class World:
 
     def agree(self, value: Any, what: str) -> None:
         """ConfigError, on all ranks, unless all give the same `value`."""
-        found = self.share(value, what)
-        for rank, other in enumerate(found):
-            if other != found[0]:
-                names = self._ranks[0], self._ranks[rank]
+        self._check_alike(self.share(value, what), [0] * self.size, what)
+
+    def agree_on_machines(self, value: Any, what: str) -> None:
+        """As `agree`, among those of each machine, which may have names of its own for one thing."""
+        if self.size > 1:
+            self._check_alike(self.share(value, what), [self._hosts.index(host) for host in self._hosts], what)
+
+    def _check_alike(self, found: Sequence[Any], with_ranks: Sequence[int], what: str) -> None:
+        for rank, (other, first) in enumerate(zip(found, with_ranks, strict=True)):
+            if other != found[first]:
+                names = self._ranks[first], self._ranks[rank]
                 raise ConfigError(
-                    f"{what} differs between ranks: {found[0]!r} on rank {names[0]}, {other!r} on rank {names[1]}; give all ranks the same"
+                    f"{what} differs between ranks: {found[first]!r} on rank {names[0]}, {other!r} on rank {names[1]}; give all ranks the same"
                 )
 
     def fail(self, error: BaseException) -> None:
@@ -226,15 +245,22 @@ class World:
 
     def close(self) -> None:
         """Ends this rank's connections; the other ranks' collectives with it fail. More calls do nothing, nor do those of a part."""
-        if self.size > 1 and not self._closed and self._home is None:
+        if self.size > 1 and not self._closed and self._home is None and os.getpid() == self._process:
             self._closed = True
+            atexit.unregister(self._ending)
+            self._at_exit.detach()
             self._board.close()
             if self._owner:
                 import torch.distributed as dist
 
-                atexit.unregister(self.close)
                 if dist.is_initialized():
                     dist.destroy_process_group()
+
+    def _ending(self) -> None:
+        """As the process ends: what ends it, if an exception does, is told to the others, and nobody here waits for them any more."""
+        error = getattr(sys, "last_value", None)
+        if isinstance(error, BaseException) and os.getpid() == self._process:
+            self.fail(error)
 
     # ---- several ranks
 
@@ -256,7 +282,11 @@ class World:
         )  # fmt: skip
         self._links = [self._gather_link, self._sum_link, self._talk]
         store = PrefixStore(f"offload/{_start()}/{_connected[0]}/{ranks}", _get_default_store())
-        self._board = Board(store, ranks[self.rank], min(_NOTED, self._timeout / 4), self._cut)
+        self._board = Board(store, ranks[self.rank], min(_NOTED, self._timeout / 4), min(_LONG, self._timeout / 2), self._cut)
+        # Closed at the end of the process by itself: the board's thread must not be within torch when Python ends, which aborts the process. That is
+        # after all that is made later and may still wait for others has ended; `_ending` comes before any of it.
+        self._at_exit = weakref.finalize(World, self.close)
+        atexit.register(self._ending)
         self._spaces = Spaces(self.size)
         self._locate(self.share(os.environ.get("GROUP_RANK") or socket.gethostname(), "names of machines"))
         if nccl:
@@ -281,6 +311,7 @@ class World:
         part._links = [link.among(members) for link in self._links]
         part._gather_link, part._sum_link, part._talk = part._links
         part._ranks, part._nccl = [self._ranks[member] for member in members], self._nccl
+        part._channel = f"{self._channel}, of {part._ranks}"
         part._locate([self._hosts[member] for member in members])
         if self._nccl:
             import torch.distributed as dist
@@ -299,6 +330,9 @@ class World:
         with home._counting:
             home.moved[kind] += buffer.nbytes * (self.size - 1) // self.size * (2 if kind == "all_reduce" else 1)
 
+    def _ordered(self, name: str, ordered: bool) -> list[_Waitable]:
+        return [_Order(self, name)] if ordered else []
+
     def _work(self, name: str, start: Callable[[], Sequence[_Waitable]]) -> Work:
         self._board.at = f"the {name}"
         try:
@@ -308,24 +342,38 @@ class World:
 
     def _wait(self, what: str, parts: Sequence[_Waitable]) -> None:
         board, start = self._board, time.monotonic()
-        before, board.at = board.at, f"a wait for {what}"
         try:
-            for part in parts:
-                part.wait()
+            with board.waiting(what, self._ranks):
+                for part in parts:
+                    part.wait()
         except Lost as lost:
             raise self._error(what, lost.peer, lost.late, lost.seconds) from None
         except RuntimeError as error:  # NCCL's
             raise self._error(what, None, time.monotonic() - start >= 0.95 * self._timeout, time.monotonic() - start) from error
-        board.at = before
 
     def _exchange(self, text: str, what: str) -> list[str]:
-        """Every rank's text."""
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        sizes = list(torch.zeros(self.size, 1, dtype=torch.int64, device="cpu"))
-        self._work(what, lambda: self._talk.gather(sizes, torch.tensor([data.numel()], device="cpu"), what)).wait()
-        texts = [torch.empty(int(n), dtype=torch.uint8, device="cpu") for n in sizes]
-        self._work(what, lambda: self._talk.gather(texts, data, what)).wait()
-        return [bytes(t.numpy()).decode() for t in texts]
+        """Every rank's text. RankError, on all ranks, where one is at something else. See [Note: in step]."""
+        name, data = what.removeprefix("the ").encode(), text.encode()
+        raw = struct.pack("<2I", len(name), len(data)) + name + data
+        own = torch.frombuffer(bytearray(raw.ljust(_HEAD, b"\0")), dtype=torch.uint8)
+        heads = list(torch.empty(self.size, _HEAD, dtype=torch.uint8, device="cpu"))
+        self._work(what, lambda: self._talk.gather(heads, own[:_HEAD], self._channel)).wait()
+        sizes = [struct.unpack_from("<2I", bytes(head[:8].numpy())) for head in heads]
+        rests = [torch.empty(max(0, 8 + sum(size) - _HEAD), dtype=torch.uint8, device="cpu") for size in sizes]
+        if any(rest.numel() for rest in rests):
+            self._work(what, lambda: self._talk.gather(rests, own[_HEAD:], self._channel)).wait()
+        told = [bytes(torch.cat(both).numpy())[8:] for both in zip(heads, rests, strict=True)]
+        self._check_step([f"the {got[:n].decode()}" for got, (n, _) in zip(told, sizes, strict=True)])
+        return [got[n : n + m].decode() for got, (n, m) in zip(told, sizes, strict=True)]
+
+    def _check_step(self, at: Sequence[str]) -> None:
+        """RankError unless all ranks are at the same thing."""
+        other = next((rank for rank in range(self.size) if at[rank] != at[0]), None)
+        if other is not None:
+            raise RankError(
+                f"ranks do different things: rank {self._ranks[0]} is at {at[0]}, rank {self._ranks[other]} at {at[other]}. All must make the same "
+                "calls in the same order: what one is to do alone (to evaluate, to save, to read what is divided among ranks) all have to do"
+            )
 
     def _error(self, what: str, peer: int | None, late: bool, seconds: float) -> RankError:
         """`peer` as the whole world counts it; ranks are named as the job counts them."""
@@ -347,6 +395,22 @@ class World:
         error = RankError(text)
         error.told = failed is not None
         return error
+
+
+class _Order:
+    """What each rank gathers now, by name, started to be told; the wait compares."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self._world = world
+        own = torch.frombuffer(bytearray(name.encode()[-_HEAD:].ljust(_HEAD, b"\0")), dtype=torch.uint8)
+        self._names = list(torch.empty(world.size, _HEAD, dtype=torch.uint8, device="cpu"))
+        self._messages = world._talk.gather(self._names, own, f"{world._channel}, of gathers")
+
+    def wait(self) -> None:
+        """Raises `Lost`, RankError."""
+        for message in self._messages:
+            message.wait()
+        self._world._check_step([f"the {bytes(name.numpy()).rstrip(bytes(1)).decode(errors='replace')}" for name in self._names])
 
 
 def check_devices(devices: Sequence[str], ranks: Sequence[int]) -> None:
@@ -498,4 +562,3 @@ def _initialise(world: World, device: str | None) -> None:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RankError(f"rank {world.rank} of {world.size} finds no others at {where}: {' '.join(str(error).split())}") from None
     world._owner = True
-    atexit.register(world.close)  # what loops of one's own leave open

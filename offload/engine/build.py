@@ -52,7 +52,9 @@ def _spec(member: Member) -> ParameterSpec:
     Divided.of(member.name, member.parameter)
     p = part_of(member.parameter)
     if p.dtype not in DTYPE_NAMES:
-        raise ConfigError(f"parameter {member.name} is {p.dtype}, which is not supported")
+        raise ConfigError(
+            f"parameter {member.name} is {p.dtype}, which is not supported: give {', '.join(map(str, DTYPE_NAMES))}, or make it a buffer"
+        )
     if member.parameter.requires_grad and p.dtype == torch.float64:
         raise ConfigError(f"parameter {member.name} is float64; masters are fp32: convert it before prepare(), or freeze it")
     trained, inner = member.parameter.requires_grad, p.shape[-1] if p.ndim > 1 else 0

@@ -21,6 +21,7 @@ from offload.dist.collectives import alike, same
 from offload.dist.divided import is_divided, part_of
 from offload.dist.world import World
 from offload.engine.activations import Activations, Pool
+from offload.engine.agreement import agree_on_step
 from offload.engine.atrest import ATTRIBUTES as AT_REST
 from offload.engine.atrest import AtRest
 from offload.engine.averaging import Averaging
@@ -45,6 +46,7 @@ from offload.errors import BudgetError, ConfigError, OffloadError, RankError
 from offload.memory.arena import Arena, reserve
 from offload.memory.budget import Budget
 from offload.memory.shard import Shard, check_process
+from offload.memory.stalls import RANKS
 from offload.memory.swap import Extent, SwapSpace
 from offload.planner.boundaries import Boundaries
 from offload.planner.demand import Batch
@@ -463,13 +465,17 @@ class Engine:
     def update(self, hypers: dict[int, dict[str, float | int | bool]]) -> None:
         """Starts updating the parameters whose numbers have hyperparameters (fields of ops.HYPER); their gradients have come to rest.
 
-        SwapError if an earlier update is known to have failed.
+        SwapError if an earlier update is known to have failed; ConfigError where ranks would not update alike.
         """
         check_process(self._owner)
         self.stalls.computing()
         if self.stalls.recorder is not None:
             self.stalls.recorder.stepped()
         self.background.check()
+        order = agreed = self.streamer.order.forward()
+        if self.job is not None:
+            with self.stalls.waiting(RANKS):
+                agreed = agree_on_step(self.job, self.records, hypers, order)
         self.gradients.flush()
         self.device.settle()
         self.slots.settle()
@@ -483,22 +489,17 @@ class Engine:
             table[number]["grad_scale"] *= entries[number].scale
             table[number]["active"] = 1
             self.records[number].version += 1
-        order = self.streamer.order.forward()
         if self.refresh is not None:
             self.refresh.settle()
         self.background.start(table, order)
         if self.refresh is not None:
             changed = {self.records[number].unit for number in hypers}
-            self.refresh.start([unit for unit in self._agreed_order(order) if unit in changed])
+            self.refresh.start([unit for unit in agreed if unit in changed])
         self.early.reset()
         self.slots.forget()
         for unit, use in enumerate(self.slots.uses):
             if use.firm or use.soft:  # a step inside a forward or a backward
                 self.background.wait_unit(unit)
-
-    def _agreed_order(self, order: list[int]) -> list[int]:
-        """Rank 0's: others may have used other units."""
-        return list(self.world.broadcast(order, what="order of units")) if self.world is not None else order
 
     def moment(self, record: Record, role: str) -> torch.Tensor:
         return record.whole(AtRest(MomentSource(record, self.state, role)))

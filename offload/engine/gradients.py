@@ -89,7 +89,8 @@ class Gradients:
         self._check()
         if self.entries[record.number].collecting:
             raise OffloadError(
-                f"the gradient of {record.name} is not averaged over ranks yet, or never was, as its backward raised: use it after the backward"
+                f"the gradient of {record.name} is not averaged over ranks yet, or never was, as its backward raised: use it after the backward. "
+                "A prepared model wants no DistributedDataParallel around it"
             )
 
     # Arrival

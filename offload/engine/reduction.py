@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -110,8 +110,12 @@ class Reduction:
         if not self._kept_some or self.active:
             return
         self._kept_some = False
-        for unit, present in sorted(self._by_unit(self._world.share(self._still_kept(), "list of what ranks have summed")).items()):
+        for unit, present in sorted(self._by_unit(self._share(self._still_kept(), "averaging of what ranks have summed")).items()):
             self._start_average(unit, present)
+
+    def _share(self, value: Any, what: str) -> list[Any]:
+        with self._device.stalls.waiting(RANKS):
+            return self._world.share(value, what)
 
     def _start_average(self, unit: int, present: set[int]) -> None:
         self._kept -= present
@@ -137,7 +141,7 @@ class Reduction:
             return
         self.active = True
         own = set(expected)
-        told = self._world.share([sorted(own), self._still_kept()], "list of what a backward reaches")
+        told = self._share([sorted(own), self._still_kept()], "start of a backward")
         self._at_rest = any(kept for _, kept in told)
         self._union = self._by_unit([*(reached for reached, _ in told), *(kept for _, kept in told)])
         for number in own:
@@ -187,7 +191,7 @@ class Reduction:
         while self._at < len(self._order):
             self._reduce_next()
         late = self._still_kept() if self._at_rest else sorted(number for bucket in self._open.values() for number in bucket.came)
-        told = self._world.share([late, self._completed], "end of the backward")
+        told = self._share([late, self._completed], "end of a backward")
         for unit, present in sorted(self._by_unit(numbers for numbers, _ in told).items()):
             self._reduce(unit, present)
         self._kept_some = False
@@ -253,7 +257,8 @@ class Reduction:
         """Every record's `sums` are of the whole gradient from here on. All have landed. A collective, where something changed."""
         if self._sums_known or not self.share.divides("gradient"):
             return
-        self._sums_known = True
+        with self._device.stalls.waiting(RANKS):
+            self._world.within.barrier("norm of the gradients")
         records = list(self._records.values())
         whole = torch.zeros(sum(r.sums.numel() for r in records), dtype=torch.float64, device="cpu")
         parts = whole.split([r.sums.numel() for r in records])
@@ -266,6 +271,7 @@ class Reduction:
             add_up(self._world.within, whole, "sums of squares of gradients")
         for record, part in zip(records, parts, strict=True):
             record.sums.copy_(part)
+        self._sums_known = True
 
     def _own(self, record: Record) -> tuple[int, int]:
         """The elements of a gradient that rest here."""
@@ -277,6 +283,7 @@ class Reduction:
     def whole(self, record: Record, out: torch.Tensor) -> None:
         """Fills the gradient `out`, of which the part that rests here is there and zeros elsewhere. A collective."""
         if self.share.divides("gradient"):
+            self._world.within.barrier(f"gradient of {record.name}")
             assemble(self._world.within, out, f"the gradient of {record.name}")
 
     def close(self) -> None:

@@ -29,14 +29,24 @@ def engine_of(model: nn.Module) -> Engine:
     return owner[0]
 
 
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
 def check_unprepared(model: nn.Module) -> None:
-    """ConfigError if any parameter of the model is at rest already."""
+    """ConfigError if any parameter of the model is at rest already, or others divide its work among ranks."""
     for name, p in model.named_parameters():
         home = record_of(p)
         if home is not None and home[0].closed:
             raise ConfigError(f"the runtime that holds parameter {name} was closed, and its value with it; build the model again and prepare it")
         if home is not None:
             raise ConfigError(f"parameter {name} is prepared already, by itself or within another model; prepare the whole model once")
+    for module in model.modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")} & _WRAPPERS
+        if kinds:
+            raise ConfigError(
+                f"the model is wrapped by torch's {kinds.pop()} already: give prepare() the model itself, which then does what the wrapper does, "
+                "by its stage= and mesh="
+            )
 
 
 def record_of(parameter: torch.Tensor) -> tuple[Engine, Record] | None:

@@ -144,6 +144,12 @@ class Slots:
 
     # Residency
 
+    def begin_forward(self) -> None:
+        """The model's forward begins: with all ranks, where what it needs is divided among them."""
+        if self._gathers and self._world is not None:
+            with self.device.stalls.waiting(RANKS):
+                self._world.barrier(f"start of a forward {'with' if torch.is_grad_enabled() else 'without'} gradients")
+
     def resident(self, number: int) -> list[torch.Tensor]:
         """The unit's flats on the device, fetched and waited for if need be."""
         self._check()
@@ -330,4 +336,4 @@ class Slots:
             for i, (view, flat) in enumerate(zip(views, unit.layout.flats, strict=True)):
                 first, stop = self._share.span(flat, "parameter")
                 if flat.numel:
-                    self._world.gather_into(view, view[first:stop], f"{unit.name}, part {i}").wait()
+                    self._world.gather_into(view, view[first:stop], f"{unit.name}, part {i}", ordered=True).wait()

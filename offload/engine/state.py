@@ -107,6 +107,11 @@ class State:
         first = min(max(first, begin - record.offset), stop)
         return first, max(first, min(stop, end - record.offset))
 
+    def _meet(self, record: Record, role: str, what: str) -> None:
+        """All ranks read a value whose parts of a role they divide among them, or RankError."""
+        if self._world is not None and self._share.divides(role):
+            self._world.barrier(f"{what} of {record.name}")
+
     def _assemble(self, record: Record, role: str, out: torch.Tensor) -> torch.Tensor:
         """Fills `out`, which has what rests here of a role and zeros elsewhere."""
         if self._world is not None and self._share.divides(role):
@@ -162,6 +167,7 @@ class State:
         self._before(record, True)
         if record.trained and self.form.master != "own" and record.dtype != self.compute:
             return self.read_state(record, "master").to(record.dtype).view(record.shape)
+        self._meet(record, "parameter", "value")
         return self._read_stored(record, 0, record.numel).to(record.dtype).view(record.shape)
 
     def read_parts(self, record: Record, first: int, stop: int, most: int, own: bool = False) -> Iterator[torch.Tensor]:
@@ -251,6 +257,7 @@ class State:
     def read_state(self, record: Record, role: str) -> torch.Tensor:
         """fp32 values of "master", "exp_avg" or "exp_avg_sq", flat."""
         self._before(record, True)
+        self._meet(record, self._role(role), "value" if role == "master" else role)
         out = self._empty(record.numel, torch.float32, self._role(role))
         for where in self._stretches(record):
             self._read(record, role, where, out[where.first : where.stop])

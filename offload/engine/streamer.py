@@ -191,6 +191,7 @@ class Streamer:
         if torch._C._current_graph_task_id() < 0:  # inside a backward it is a recomputation, whose leases stand
             self._end_backward()
             self.slots.device.stalls.computing()
+            self.slots.begin_forward()
             self.activations.begin()
             self._with_gradients = torch.is_grad_enabled()
         for unit_module, handle in self._enter_hooks:  # last, so that what is recomputed starts from what the user's hooks made

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from offload import _core
+from offload.errors import ConfigError
 
 _UNLIMITED = 1 << 60
 
@@ -68,6 +69,15 @@ def cgroup_memory_limit() -> int | None:
             if directory == root:
                 break
     return min(found, default=None)
+
+
+def check_environment() -> None:
+    """ConfigError where OFFLOAD_SIMD or OFFLOAD_THREADS asks for what is not here."""
+    try:
+        _core.simd_level()
+        _core.default_threads()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def host_limits() -> HostLimits:

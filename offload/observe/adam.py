@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from offload import ops
-from offload.config import Precision
+from offload.config import Precision, format_size
 from offload.errors import ConfigError
 from offload.memory.limits import host_limits
 from offload.observe.measure import MIB, rate, turns
@@ -124,7 +124,8 @@ def adam_rates(n: int, forms: Iterable[Form] = FORMS, rounds: int = 5) -> list[d
     """Rows of form, bytes_per_parameter, gb_per_second of those, share_of_in_place bandwidth of the same kind of memory, times_fp32_state (how
     many times as fast as fp32 state with bf16 gradients) and seconds_per_billion parameters. ConfigError: too little memory is free."""
     if n <= 0:
-        raise ConfigError("too little memory is free to measure the update")
+        free = format_size(host_limits().room)
+        raise ConfigError(f"{free} of memory is free, too little to measure the update; free some, or raise the container's limit")
     rows = []
     ceiling, base = CEILING.make(n), FP32_STATE.make(n)
     for form in (*forms, TORCH_FUSED):

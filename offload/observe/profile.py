@@ -24,9 +24,12 @@ _FORMAT = 1
 
 
 def profile_path() -> Path:
-    """Where the profile is kept."""
+    """Where the profile is kept. OSError for a user without a home."""
     home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "offload" / "profile.json"
+    try:
+        return (Path(home) if home else Path.home() / ".cache") / "offload" / "profile.json"
+    except RuntimeError as error:
+        raise OSError(f"{error} Set HOME or XDG_CACHE_HOME") from None
 
 
 def _first_line(path: str, start: str = "") -> str:

@@ -164,6 +164,8 @@ class Runtime:
 
     def digest(self) -> str:
         """A hash of all parameters, moments and steps, by name: the same wherever they rest. With several ranks a collective."""
+        if self._engine.job is not None:
+            self._engine.job.barrier("digest")
         self._engine.device.make_room(DIGEST_BYTES)
         return self._engine.digest()
 

@@ -42,7 +42,7 @@ class Trace(Closing):
             self._partial.touch()
             self._partial.unlink()
         except OSError as error:
-            raise ConfigError(f"cannot write a trace to {self._path}: {error.strerror}") from None
+            raise ConfigError(f"cannot write a trace to {self._path}: {error.strerror}; give a file in a directory that can be written") from None
         self._recorder: Recorder | None = Recorder(most, engine.stalls.clock)
         self._recorder.on_visit = self._sample
         self._set(most, self._recorder)
@@ -98,7 +98,7 @@ class Trace(Closing):
         if errors:
             with contextlib.suppress(OSError):
                 self._partial.unlink(missing_ok=True)
-            raise OffloadError(f"cannot write the trace {self._path}: {errors[0].strerror}") from errors[0]
+            raise OffloadError(f"cannot write the trace {self._path}: {errors[0].strerror}; make room there, or give another file") from errors[0]
 
     def _write(self, pieces: Iterator[str]) -> None:
         """Piece by piece: the whole text would weigh more than small budgets leave."""

@@ -349,7 +349,7 @@ def _current(value: Any) -> bool:
 def _check_values(record: Record, values: _Values) -> None:
     for role in ("step", *MOMENTS):
         if role not in values:
-            raise ConfigError(f"the optimizer state of {record.name} has no {role}")
+            raise ConfigError(f"the optimizer state of {record.name} has no {role}; load the state_dict() of an Adam or AdamW")
     for role in MOMENTS:
         value = values[role]
         if not isinstance(value, torch.Tensor) or value.shape != record.parameter.shape:

@@ -57,7 +57,7 @@ def modes(asked: str, nvme: int) -> tuple[str, ...]:
     if asked not in known:
         raise ConfigError(f"activations = {asked!r}: give one of {', '.join(map(repr, known))}")
     if asked == "nvme" and not nvme:
-        raise ConfigError("activations is nvme, but tiers.nvme names no directory")
+        raise ConfigError("activations is nvme, but tiers.nvme names no directory; name one, or give activations = 'host'")
     return tuple(mode for mode in known[asked] if mode != "nvme" or nvme)
 
 

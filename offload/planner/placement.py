@@ -290,7 +290,7 @@ def check_place(place: dict[str, str] | None, capacities: Capacities) -> dict[st
         if tier not in TIERS:
             raise ConfigError(f'place.{role}: unknown tier "{tier}"; tiers are device, host, nvme')
         if tier == "nvme" and not capacities.nvme:
-            raise ConfigError(f"place.{role} is nvme, but tiers.nvme names no directory")
+            raise ConfigError(f"place.{role} is nvme, but tiers.nvme names no directory; name one, or place it on the host")
         if tier == "device" and not capacities.rests:
             raise ConfigError(f"place.{role} is device, which has no kernels here that update what rests there; use host or nvme")
     if "device" in (place or {}).values() and not capacities.direct:

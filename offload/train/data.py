@@ -96,17 +96,37 @@ def micro_batch(source: Source, step: int, micro: int, *, batch_size: int, accum
 
 
 def find_files(patterns: Sequence[str]) -> list[str]:
-    """The non-empty files that absolute paths or globs name, sorted; `ConfigError` where one of them names none."""
+    """The non-empty files that absolute paths or globs name, sorted, each once whatever links lead there; `ConfigError` where one names none."""
     found: set[str] = set()
     for pattern in patterns:
         matches = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
         files = {path for path in matches if os.path.isfile(path)}
+        if not files and any(map(os.path.isdir, matches)):
+            raise ConfigError(f"data.source: {named(pattern)} is a directory; name the files in it, as {named(pattern)}/**/*.txt")
         if not files:
-            raise ConfigError(f"data.source: no file matches {named(pattern)}")
+            raise ConfigError(f"data.source: no file matches {named(pattern)}; paths are relative to the run file")
         found |= {path for path in files if os.path.getsize(path)}
     if not found:
         raise ConfigError(f"data.source: no text found, all files of {', '.join(patterns)} are empty")
-    return sorted(found)
+    once: dict[str, str] = {}
+    for path in sorted(found):
+        once.setdefault(os.path.realpath(path), path)
+    return list(once.values())
+
+
+def unreadable(path: str, error: OSError) -> ConfigError:
+    return ConfigError(f"data.source: cannot read {path}: {error.strerror}; mend that, or leave the file out")
+
+
+def _whole_character(path: str, at: int) -> int:
+    """The start of the first character of UTF-8 from byte `at` on."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(at)
+            following = file.read(3)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    return at + len(following) - len(following.lstrip(bytes(range(0x80, 0xC0))))
 
 
 def split(files: Sequence[str], held_out: float, seed: int) -> tuple[list[Span], list[Span]]:
@@ -116,7 +136,7 @@ def split(files: Sequence[str], held_out: float, seed: int) -> tuple[list[Span],
     """
     whole = [Span(path, 0, os.path.getsize(path)) for path in files]
     if len(whole) == 1 and held_out:
-        cut = round(whole[0].stop * (1 - held_out))
+        cut = _whole_character(files[0], round(whole[0].stop * (1 - held_out)))
         return [Span(whole[0].path, 0, cut)], [Span(whole[0].path, cut, whole[0].stop)]
     order = np.random.default_rng((seed, _FILES)).permutation(len(whole))
     kept = min(max(1, round(held_out * len(whole))), len(whole) - 1) if held_out else 0

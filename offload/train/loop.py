@@ -44,13 +44,22 @@ def compute_device(name: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
+def _number(value: float) -> float | None:
+    """As JSON has it, which knows no infinity."""
+    return value if math.isfinite(value) else None
+
+
 @contextmanager
-def _sequences(config: RunConfig, vocab_size: int, directory: Path, world: World) -> Iterator[Callable[[], tuple[Source, Source | None, int]]]:
+def _sequences(
+    config: RunConfig, vocab_size: int, directory: Path, world: World, note: Callable[[str], None]
+) -> Iterator[Callable[[], tuple[Source, Source | None, int]]]:
     """Starts making data; the value, called, waits for it: training source, held-out source, number of held-out sequences.
 
     Of several ranks the first has texts tokenized, for all.
     """
     data, seed = config.data, config.train.seed
+    if vocab_size < 1:
+        raise ConfigError(f"the model's vocab_size is {vocab_size}: a language model knows 1 token or more")
     if data.source == "random":
         sources = [RandomSequences(vocab_size, data.seq_length, seed, held_out) for held_out in (False, True)]
         yield lambda: (sources[0], sources[1], data.eval_sequences)
@@ -62,13 +71,16 @@ def _sequences(config: RunConfig, vocab_size: int, directory: Path, world: World
         trained, kept = split(find_files([data.source] if isinstance(data.source, str) else data.source), data.held_out, seed)
         count = config.train.steps * data.accumulate * data.batch_size * world.size
         jobs = {"train": (trained, count), "held-out": (kept, data.eval_sequences)}
-        child = Tokenizing(Path(config.model.path), jobs, data.seq_length, seed, directory)
+        child = Tokenizing(Path(config.model.path), jobs, data.seq_length, seed, directory, vocab_size)
 
     def wait() -> tuple[Source, Source | None, int]:
-        where = Path(world.broadcast(str(child.wait()) if child is not None else None, what="the tokenized texts"))
+        where = Path(world.broadcast(str(child.wait(note)) if child is not None else None, what="the tokenized texts"))
         tokens, held_out = take(where, "train"), take(where, "held-out")
         if not len(tokens):
-            raise ConfigError(f"data.source: the text is shorter than one sequence of {data.seq_length} tokens")
+            raise ConfigError(
+                f"data.source: the text to learn from is shorter than one sequence of {data.seq_length} tokens; give more text, or lower "
+                "data.seq_length or data.held_out"
+            )
         return PackedSequences(tokens, seed), PackedSequences(held_out, seed), len(held_out)
 
     try:
@@ -94,7 +106,7 @@ class Trainer:
         self._device = compute_device(config.train.device)
         self._scaled = "fp16" in (config.precision.compute, config.precision.grad)
         self._scaler = torch.amp.GradScaler("cuda" if self._device == "cuda" else "cpu", enabled=self._scaled)
-        self._said_small = False
+        self._said_small = self._said_lost = False
         self._runs_early = config.updates_value(world.size) == "backward"
         self._checkpoints = checkpoints
         self._records: list[dict[str, Any]] = []  # of the whole run; on other ranks than the first, of what they trained
@@ -110,13 +122,13 @@ class Trainer:
         config, data = self._config, self._config.data
         model_config = model.load_config(config.model)
         vocab_size = int(model_config.get_text_config().vocab_size)
-        wait = closing.enter_context(_sequences(config, vocab_size, self._path, self._world))
+        wait = closing.enter_context(_sequences(config, vocab_size, self._path, self._world, self._reporter.note))
         toy = model.Toy(model_config, torch.float16 if config.precision.compute == "fp16" else torch.bfloat16)
         base.measure(toy.step)
         in_chunks = self._world.broadcast(toy.in_chunks, what="how the loss is taken")
         self._source, self._held_out, self._held_out_count = wait()
         if not self._held_out_count and data.eval_sequences:
-            self._reporter.note("no held-out text, so nothing is evaluated")
+            self._reporter.note(f"no held-out text of {data.seq_length} tokens, so nothing is evaluated; a greater data.held_out keeps more apart")
 
         planned = model.plan(model_config, config, self._device, in_chunks, ranks=self._world.size, rank=self._world.rank)
         self._estimate = self._measured(model_config, planned, in_chunks)
@@ -215,7 +227,7 @@ class Trainer:
             return None
         seconds = self._estimate.predicted(plan, direct=direct, accumulate=accumulate, early=early)
         under = f", with the updates of {early} of {len(plan.layouts)} units under the backward" if early else ""
-        self._reporter.note(f"a step is expected to take {seconds:.2f} s{under}")
+        self._reporter.note(f"a step is expected to take {seconds:.3g} s{under}")
         return seconds
 
     def run(self, stopped: Callable[[], bool]) -> dict[str, Any]:
@@ -355,14 +367,20 @@ class Trainer:
         if chosen.clip is not None:
             self._scaler.unscale_(self._optimizer)
             total_norm = float(offload.clip_grad_norm_(self._model, chosen.clip))
-            norm = total_norm if math.isfinite(total_norm) else None  # JSON has no infinity
+            norm = _number(total_norm)
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad()
 
         total = statistics.fmean(self._world.share(total, f"the loss of step {step + 1}"))
+        if not math.isfinite(total) and not self._said_lost:
+            self._said_lost = True
+            self._reporter.note(
+                f"step {step + 1}: the loss is {total}; steps are skipped while gradients are not finite. If it stays so, a lower optimizer.lr or "
+                "optimizer.clip may help, from a checkpoint before or from the start"
+            )
         tokens = accumulate * config.data.batch_size * config.data.seq_length * self._world.size
-        record = {"step": step + 1, "loss": total, "lr": rate, "grad_norm": norm, "tokens": tokens}
+        record = {"step": step + 1, "loss": _number(total), "lr": rate, "grad_norm": norm, "tokens": tokens}
         record |= {"loss_scale": loss_scale if self._scaled else None, "skipped": int(self._optimizer.skipped)}
         self._pending = (record | {"tier_bytes": self._runtime.tier_bytes()}, start, stalled)
 
@@ -397,7 +415,7 @@ class Trainer:
             total = math.fsum(world.share(total, f"the held-out loss {when}"))
         self._model.train()
         self._reporter.note(f"held-out loss {when}: {total / count:.4f}")
-        return total / count
+        return _number(total / count)
 
     def _summary(self, eval_last: float | None, interrupted: bool) -> dict[str, Any]:
         records, runtime = self._records, self._runtime

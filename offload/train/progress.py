@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console, Group
@@ -25,14 +27,34 @@ def describe(record: Mapping[str, Any]) -> str:
     scale = "" if record.get("loss_scale") is None else f"  scale {record['loss_scale']:g}"
     skipped = f"  skipped {record['skipped']}" if record["skipped"] else ""
     speed = f"{record['seconds']:.2f} s  {record['tokens_per_second']:.0f} tok/s"
-    return f"loss {record['loss']:.4f}  lr {record['lr']:.2e}{norm}  {speed}{scale}{skipped}"
+    loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
+    return f"loss {loss}  lr {record['lr']:.2e}{norm}  {speed}{scale}{skipped}"
+
+
+class _Heard:
+    """A stream that whoever reads it may leave: what a closed terminal or pipe does not take is not said, and ends no run."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
 
 class Reporter:
     """Notes and steps of a run of `steps` steps; `silent` for ranks that leave the telling to another."""
 
     def __init__(self, steps: int, silent: bool = False) -> None:
-        self._console = Console(file=sys.stderr, highlight=False, quiet=silent)
+        heard: Any = _Heard(sys.stderr or io.StringIO())  # there is none where a run was started without
+        self._console = Console(file=heard, highlight=False, quiet=silent or sys.stderr is None)
         self._steps = steps
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal and not silent else None
 

@@ -28,8 +28,9 @@ def _own(name: str) -> bool:
 
 def _is_record(record: Any, step: int) -> bool:
     """Whether a line of `metrics.jsonl` has what a summary is made of."""
-    numbers = ("loss", "seconds", "tokens", "compute_seconds")
-    return record["step"] == step and all(isinstance(record[key], (int, float)) for key in numbers) and isinstance(record["stall_seconds"], dict)
+    numbers = ("seconds", "tokens", "compute_seconds")
+    good = record["step"] == step and all(isinstance(record[key], (int, float)) for key in numbers) and isinstance(record["stall_seconds"], dict)
+    return good and isinstance(record["loss"], (int, float, type(None)))
 
 
 class RunDirectory:

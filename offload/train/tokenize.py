@@ -16,38 +16,53 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from offload.errors import ConfigError
-from offload.train.data import Span
+from offload.errors import ConfigError, named
+from offload.train.data import Span, unreadable
 
 PIECE_BYTES = 1 << 20
 BATCH_PIECES = 16
 WINDOW_TOKENS = 1 << 19
 PREFIX = ".tokens-"
+REFUSED = 3  # the exit code of a child that says itself what a user can mend
 
 Encode = Callable[[list[str]], list[list[int]]]
 
 
-def pieces(spans: Iterable[Span]) -> Iterator[tuple[str, bool]]:
-    """The text of `spans` in pieces of about `PIECE_BYTES`, cut after a line; True with the last piece of a document."""
+def pieces(spans: Iterable[Span], strange: set[str] | None = None) -> Iterator[tuple[str, bool]]:
+    """The text of `spans` in pieces of about `PIECE_BYTES`, cut after a line; True with the last piece of a document.
+
+    What is no UTF-8 reads as U+FFFD, and `strange` gets the file's path. ConfigError for a file that cannot be read.
+    """
     for span in spans:
-        with open(span.path, "rb") as file:
-            file.seek(span.start)
-            left = span.stop - span.start
-            while left > 0:
-                data = file.read(min(left, PIECE_BYTES))
-                if data and len(data) < left:
-                    data += file.readline(left - len(data))
-                left = left - len(data) if data else 0  # a file that shrank meanwhile ends where it ends
-                yield data.decode(errors="replace"), left <= 0
+        try:
+            with open(span.path, "rb") as file:
+                for data, last in _blocks(file, span):
+                    text = data.decode(errors="replace")
+                    if strange is not None and "\ufffd" in text and text.encode() != data:
+                        strange.add(span.path)
+                    yield text, last
+        except OSError as error:
+            raise unreadable(span.path, error) from None
 
 
-def stream(spans: Iterable[Span], encode: Encode, end: int | None) -> Iterator[list[int]]:
-    """Token ids of `spans`, some pieces at a time, with `end` after each document."""
+def _blocks(file: BinaryIO, span: Span) -> Iterator[tuple[bytes, bool]]:
+    file.seek(span.start)
+    left = span.stop - span.start
+    while left > 0:
+        data = file.read(min(left, PIECE_BYTES))
+        if data and len(data) < left:
+            data += file.readline(left - len(data))
+        left = left - len(data) if data else 0  # a file that shrank meanwhile ends where it ends
+        yield data, left <= 0
+
+
+def stream(spans: Iterable[Span], encode: Encode, end: int | None, strange: set[str] | None = None) -> Iterator[list[int]]:
+    """Token ids of `spans`, some pieces at a time, with `end` after each document; `strange` as in `pieces`."""
     batch: list[tuple[str, bool]] = []
 
     def encoded() -> Iterator[list[int]]:
@@ -55,7 +70,7 @@ def stream(spans: Iterable[Span], encode: Encode, end: int | None) -> Iterator[l
             yield [*ids, end] if last and end is not None else ids
         batch.clear()
 
-    for piece in pieces(spans):
+    for piece in pieces(spans, strange):
         batch.append(piece)
         if len(batch) == BATCH_PIECES:
             yield from encoded()
@@ -102,12 +117,15 @@ def load_encoder(directory: Path) -> tuple[Encode, int | None]:
 
 
 class Tokenizing:
-    """A running child that writes a token file for each of `jobs`: name -> (spans, sequences wanted)."""
+    """A running child that writes a token file for each of `jobs`: name -> (spans, sequences wanted). `vocabulary`: how many tokens the model has."""
 
-    def __init__(self, tokenizer: Path, jobs: dict[str, tuple[list[Span], int]], seq_length: int, seed: int, out: Path) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=out))
+    def __init__(
+        self, tokenizer: Path, jobs: dict[str, tuple[list[Span], int]], seq_length: int, seed: int, out: Path, vocabulary: int = 1 << 31
+    ) -> None:  # fmt: skip
+        self._tokenizer, self._directory = tokenizer, Path(tempfile.mkdtemp(prefix=PREFIX, dir=out))
         request = {
             "tokenizer": str(tokenizer),
+            "vocabulary": vocabulary,
             "seq_length": seq_length,
             "seed": seed,
             "jobs": {str(self._file(name)): {"spans": [asdict(s) for s in spans], "count": count} for name, (spans, count) in jobs.items()},
@@ -117,24 +135,31 @@ class Tokenizing:
             file.seek(0)
             command = [sys.executable, "-m", "offload.train.tokenize"]
             # Of a process group of its own: Ctrl-C is for the run alone to hear.
-            self._child = subprocess.Popen(command, stdin=file, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0)
+            self._child = subprocess.Popen(command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
 
     def _file(self, name: str) -> Path:
         return self._directory / f"{name}.npy"
 
-    def wait(self) -> Path:
-        """Returns when all token files are there: where; `ConfigError` with the child's last words where it failed."""
-        _, said = self._child.communicate()
+    def wait(self, note: Callable[[str], None] = lambda text: None) -> Path:
+        """Returns when all token files are there: where; `ConfigError` with the child's last words where it failed. `note` hears of strange texts."""
+        found, said = self._child.communicate()
         if self._child.returncode:
             last = (said.strip().splitlines() or [f"exit code {self._child.returncode}"])[-1]
-            raise ConfigError(f"tokenizing failed: {last}")
+            failed = f"tokenizing with {self._tokenizer} failed: {last}; give a model directory with a tokenizer that loads"
+            raise ConfigError(last if self._child.returncode == REFUSED else failed)
+        strange = json.loads(found.splitlines()[-1])
+        if strange:
+            note(
+                f"texts that are no UTF-8: {len(strange)}, the first {named(strange[0])}; what cannot be read there is learned as U+FFFD. "
+                "Convert them, as with iconv, or leave them out of data.source"
+            )
         return self._directory.absolute()
 
     def close(self) -> None:
         """Ends the child and removes what it wrote; what was taken stays mapped."""
         if self._child.poll() is None:
             self._child.kill()
-        with self._child:  # reaps it and closes its pipe
+        with self._child:  # reaps it and closes its pipes
             pass
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -148,22 +173,34 @@ def take(directory: Path, name: str) -> npt.NDArray[np.int32]:
     return tokens
 
 
-def run(request: dict[str, Any]) -> None:
-    """The child's work."""
-    encode, end = load_encoder(Path(request["tokenizer"]))
+def run(request: dict[str, Any]) -> list[str]:
+    """The child's work; the files that are no UTF-8."""
+    tokenizer, vocabulary = Path(request["tokenizer"]), request["vocabulary"]
+    encode, end = load_encoder(tokenizer)
+    strange: set[str] = set()
     for path, job in request["jobs"].items():
         spans = [Span(**s) for s in job["spans"]]
-        np.save(path, pack(stream(spans, encode, end), request["seq_length"], job["count"], request["seed"]))
+        tokens = pack(stream(spans, encode, end, strange), request["seq_length"], job["count"], request["seed"])
+        if tokens.size and tokens.max() >= vocabulary:
+            raise ConfigError(
+                f"data.source: the tokenizer in {tokenizer} gives token {tokens.max()}, and the model knows {vocabulary} tokens, from 0: "
+                "put the model's own tokenizer beside its config.json, or mend vocab_size there"
+            )
+        np.save(path, tokens)
+    return sorted(strange)
 
 
 def main(argv: Sequence[str] = ()) -> int:
     """Reads one request from standard input."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
-        run(json.load(sys.stdin))
+        print(json.dumps(run(json.load(sys.stdin))))
+    except ConfigError as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return REFUSED
     except Exception as error:
         print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return 1
     return 0
 
 

@@ -1,0 +1,161 @@
+"""Ranks that do different things are told so at once, by name, and what would part their state changes nothing; what one may do alone works."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ranks import ROOT, run
+
+HEAD = f"""
+import io, json, os, sys
+sys.path.insert(0, {str(ROOT / "tests" / "dist")!r})
+import torch
+torch.set_num_threads(1)
+import cases, offload
+from cases import refused
+from offload.dist.world import World
+world = World.current(device="cpu")
+rank = world.rank
+
+def prepared(stage, model=None, **settings):
+    precision = offload.Precision("fp32", "fp32")
+    return offload.prepare(model or cases.net(), offload.Tiers("8MiB", "16MiB"), device="cpu", precision=precision, stage=stage, **settings)
+
+def forward(model, number=0):
+    return model(cases.ids(number, 0, rank))
+
+def step(model, optimizer, number=0):
+    forward(model, number).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def evaluated(model):
+    with torch.no_grad():
+        return float(forward(model, 7))
+"""
+
+APART = (
+    HEAD
+    + """
+where, out = sys.argv[1], {}
+model = prepared(3)
+optimizer = offload.optim.AdamW(model.parameters(), lr=1e-2)
+step(model, optimizer)
+before = offload.runtime(model).digest()
+
+def apart(name, first, others):
+    out[name] = refused(first if rank == 0 else others)
+
+apart("evaluates", lambda: evaluated(model), lambda: forward(model))
+apart("reads", lambda: torch.save(model.state_dict(), io.BytesIO()), lambda: forward(model))
+apart("reads another", lambda: model.embed.weight.sum(), lambda: model.idle.weight.sum())
+apart("reads moments", lambda: optimizer.state[model.embed.weight]["exp_avg"].sum(), lambda: optimizer.state[model.embed.weight]["exp_avg_sq"].sum())
+apart("saves", lambda: offload.save(os.path.join(where, "saved"), model, optimizer), lambda: forward(model))
+apart("saves weights", lambda: offload.save_pretrained(model, os.path.join(where, "weights")), lambda: offload.runtime(model).digest())
+apart("digests", lambda: offload.runtime(model).digest(), lambda: evaluated(model))
+apart("saves elsewhere", *(lambda n=n: offload.save(os.path.join(where, f"saved-{n}"), model, optimizer) for n in range(2)))
+apart("saves weights elsewhere", *(lambda n=n: offload.save_pretrained(model, os.path.join(where, f"weights-{n}")) for n in range(2)))
+assert os.listdir(where) == [], os.listdir(where)
+
+forward(model, 1).backward()
+apart("clips", lambda: offload.clip_grad_norm_(model, 1.0), lambda: model.embed.weight.grad.sum())
+optimizer.zero_grad()
+
+for n in range(2):
+    offload.save(os.path.join(where, f"there-{n}"), model, optimizer, extra=n)
+apart("loads another", *(lambda n=n: offload.load(os.path.join(where, f"there-{n}"), model, optimizer) for n in range(2)))
+
+forward(model, 1).backward()
+optimizer.param_groups[0]["lr"] = 1e-2 * (1 + rank)
+out["rates"] = refused(optimizer.step)
+optimizer.param_groups[0]["lr"] = 1e-2
+kept = optimizer.param_groups[0]["params"]
+optimizer.param_groups[0]["params"] = kept if rank else kept[1:]
+out["parameters"] = refused(optimizer.step)
+optimizer.param_groups[0]["params"] = kept
+out["unchanged"] = offload.runtime(model).digest() == before
+optimizer.step()
+optimizer.zero_grad()
+step(model, optimizer, 2)
+out["digest"] = offload.runtime(model).digest()
+print(json.dumps(out))
+world.barrier("the end")
+world.close()
+"""
+)
+
+DIFFERENT = {
+    "evaluates": ("the start of a forward without gradients", "the start of a forward with gradients"),
+    "reads": ("the value of embed.weight", "the start of a forward with gradients"),
+    "reads another": ("the value of embed.weight", "the value of idle.weight"),
+    "reads moments": ("the exp_avg of embed.weight", "the exp_avg_sq of embed.weight"),
+    "saves": ("the saving", "the start of a forward with gradients"),
+    "saves weights": ("", "the digest"),
+    "clips": ("the norm of the gradients", "the gradient of embed.weight"),
+    "digests": ("the digest", "the start of a forward without gradients"),
+}
+
+
+def test_what_differs_is_said_at_once_on_all_ranks_and_changes_nothing(tmp_path: Path) -> None:
+    first, second = (json.loads(out) for out in run(APART, 2, str(tmp_path)))
+    assert first == second
+    for name, (one, other) in DIFFERENT.items():
+        text = first[name]
+        assert text.startswith(f"RankError: ranks do different things: rank 0 is at {one}") and f"rank 1 at {other}" in text, (name, text)
+    assert first["saves elsewhere"].startswith("ConfigError: the directory to save to differs") and "saved-1' on rank 1" in first["saves elsewhere"]
+    assert first["saves weights elsewhere"].startswith("ConfigError: the directory to save to differs")
+    assert first["loads another"].startswith("ConfigError: the checkpoint (its manifest) differs")
+    assert "with lr = 0.01 on rank 0 and 0.02 on rank 1" in first["rates"] and first["rates"].startswith("ConfigError")
+    assert "would update embed.weight on rank 1 and not on rank 0" in first["parameters"]
+    assert first["unchanged"] is True
+
+
+ALONE = (
+    HEAD
+    + """
+out = []
+for stage in (0, 1, 2):
+    model = prepared(stage)
+    optimizer = offload.optim.AdamW(model.parameters(), lr=1e-2)
+    for number in range(3):
+        step(model, optimizer, number)
+        if rank == 0:
+            model.eval()
+            evaluated(model)
+            sum(float(value.sum()) for value in model.state_dict().values())
+            model.train()
+    out.append(offload.runtime(model).digest())
+    offload.runtime(model).close()
+print(json.dumps(out))
+world.barrier("the end")
+world.close()
+"""
+)
+
+
+def test_where_parameters_are_whole_a_rank_may_evaluate_and_read_them_alone() -> None:
+    first, second = (json.loads(out) for out in run(ALONE, 2))
+    assert first == second and len(set(first)) == 1
+
+
+WRAPPED = (
+    HEAD
+    + """
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+out = [refused(lambda: prepared(3, model)) for model in (DistributedDataParallel(cases.net()), DataParallel(cases.net()))]
+whole = cases.net()
+fully_shard(whole.side)
+print(json.dumps([*out, refused(lambda: prepared(3, whole))]))
+world.barrier("the end")
+world.close()
+"""
+)
+
+
+def test_wrappers_of_torchs_are_refused() -> None:
+    for out in run(WRAPPED, 2):
+        kinds = ("DistributedDataParallel", "DataParallel", "FSDPModule")
+        for text, kind in zip(json.loads(out), kinds, strict=True):
+            assert text.startswith("ConfigError: the model is wrapped by torch's") and kind in text, text
