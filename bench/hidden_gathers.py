@@ -95,9 +95,9 @@ def keep_near(gathers: bool, reductions: bool) -> None:
 
     sent, first = World.gather_into, dict[str, torch.Tensor]()
 
-    def gather(self: World, full: torch.Tensor, own: torch.Tensor, what: str) -> Work:
+    def gather(self: World, full: torch.Tensor, own: torch.Tensor, what: str, reducing: bool = False, ordered: bool = False) -> Work:
         if what not in first:
-            sent(self, full, own, what).wait()
+            sent(self, full, own, what, reducing, ordered).wait()
             first[what] = full.clone()
             return Work(None, what)
         self._count("all_gather", full)
