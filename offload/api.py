@@ -15,7 +15,7 @@ from offload.config import Precision, Tiers, check_updates, shown
 from offload.dist.collectives import alike
 from offload.dist.divided import check_backends, mesh_of, part_of
 from offload.dist.mesh import equal_rows
-from offload.dist.world import World
+from offload.dist.world import World, of_model
 from offload.engine.build import Found, discover
 from offload.engine.engine import Engine
 from offload.engine.registry import check_unprepared, engine_of
@@ -264,6 +264,7 @@ def prepare(
         target.in_flight_bytes_most, target.gradient_bytes_most = made.working.in_flight, made.working.largest
         target.resident_bytes_most = base_bytes(unknown=own) + made.peak_bytes["host"] + tiers.device
         target.keep(*freed(made))
+        world = of_model(world) if world is not None else None
         Engine(model, found, made, tiers, target, seed, accumulate if updates == "backward" else 0, world, beside)
     except BaseException:
         target.close()

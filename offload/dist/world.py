@@ -2,8 +2,9 @@
 
 [Note: in step]
 Ranks that do different things would wait for each other until they are late. So whatever is shared goes by one channel, with its name, and ranks
-compare names: who reads a value that is divided, steps, saves, or begins a forward or backward, finds at once that another does something else. Units
-that are gathered are compared likewise, in a channel of their own.
+compare names: who reads a value that is divided, steps, saves, or begins a forward or backward, finds at once that another does something else. Parts
+of a world use its channel too: two ranks meet in the order of the program, whatever world each takes the other to be in. Units that are gathered are
+compared likewise, in a channel of their own for each model, as its fetches have a thread of their own.
 
 torch.distributed is met in this package alone, and only where there are several ranks. On CPUs collectives are messages between ranks
 (`link.py`) and sums in the order of ranks (`sums.py`), made by whoever waits for them; on CUDA they are NCCL's.
@@ -29,6 +30,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from offload.dist.board import Board
+from offload.dist.devices import check_devices, device_name
 from offload.dist.link import Link, Lost
 from offload.dist.mesh import beside, column, equal_rows, rows_of
 from offload.dist.sums import Spaces, Sum, SumForAll
@@ -36,6 +38,7 @@ from offload.errors import ConfigError, RankError
 
 TIMEOUT = 600.0  # seconds
 TIMEOUT_VARIABLE = "OFFLOAD_COLLECTIVE_TIMEOUT"
+_SHARED, _GATHERED = "what ranks tell each other", "what ranks tell each other, of gathers"  # channels
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 _HEAD = 256  # bytes of what is shared that come at once
 _NOTED = 2.0  # seconds between a rank's notes
@@ -67,7 +70,7 @@ class World:
 
     State is divided among the ranks of `within`: all, or, where there are `replicas` groups of more than one rank, those of this rank's group. Then
     `across` is those that have the same share as this one, in the order of groups, else None. Both are worlds over the same connections, whose ranks
-    are named in errors as this one counts them, and end with it. See [Note: groups].
+    are named in errors as this one counts them, and end with it. See [Note: groups]. Each prepared model has its own, `of_model`.
 
     `moved` counts by kind the bytes that this rank must receive by the book: (n-1)/n of the whole buffer, for an all-reduce twice that.
     Collectives of one name must be begun in one order on all ranks; on CPUs those of different names need not be, but each thread must wait for its
@@ -85,7 +88,10 @@ class World:
         self._counting = threading.Lock()
         self._closed, self._owner, self._nccl, self._group = False, False, False, None  # type: tuple[bool, bool, bool, Any]
         self._process = os.getpid()
-        self._channel = "what ranks tell each other"
+        self._rows: list[list[int]] = []  # that this world is divided into
+        self._model, self._of = 1, ""  # which model's this is, and what its names end with
+        self._models: dict[int, bool] = {}  # of a home: by number, whether a model has it
+        self._views: dict[tuple[int, str], World] = {}
 
     @classmethod
     def alone(cls) -> World:
@@ -154,7 +160,7 @@ class World:
             if full.data_ptr() != own.data_ptr():
                 full.copy_(own)
             return Work(None, what)
-        name = f"all-gather of {what}"
+        name = f"all-gather of {what}{self._of}"
         if full.is_cuda:
             import torch.distributed as dist
 
@@ -175,7 +181,7 @@ class World:
             if full.data_ptr() != own.data_ptr():
                 own.copy_(full)
             return Work(None, what)
-        name = f"reduce-scatter of {what}"
+        name = f"reduce-scatter of {what}{self._of}"
         if full.is_cuda:
             import torch.distributed as dist
 
@@ -190,7 +196,7 @@ class World:
         self._count("all_reduce", x)
         if self.size == 1:
             return Work(None, what)
-        name = f"all-reduce of {what}"
+        name = f"all-reduce of {what}{self._of}"
         if x.is_cuda:
             import torch.distributed as dist
 
@@ -290,7 +296,7 @@ class World:
         self._spaces = Spaces(self.size)
         self._locate(self.share(os.environ.get("GROUP_RANK") or socket.gethostname(), "names of machines"))
         if nccl:
-            check_devices(self.share(_device(), "devices"), [self._ranks[rank] for rank in range(self.size)])
+            check_devices(self.share(device_name(), "devices"), [self._ranks[rank] for rank in range(self.size)])
 
     def _locate(self, hosts: list[str]) -> None:
         """`hosts`: every rank's machine."""
@@ -300,18 +306,19 @@ class World:
     def _divide(self, rows: Sequence[Sequence[int]]) -> None:
         """As `divide`, into these groups of as many ranks each."""
         self.replicas, self._within, self.across = len(rows), None, None
+        self._rows = [list(row) for row in rows]
         if 1 < len(rows) < self.size:
             self._within = self._part(next(row for row in rows if self.rank in row))
             self.across = self._part(column(rows, self.rank))
 
-    def _part(self, members: Sequence[int]) -> World:
-        """Some of this world's ranks in this order. All of them make it at once."""
+    def _part(self, members: Sequence[int], of: str = "") -> World:
+        """Some of this world's ranks in this order, `of` a model. All of them make it at once."""
         part = World(members.index(self.rank), len(members))
         part._home, part._timeout, part._board, part._spaces = self.home, self._timeout, self._board, Spaces(part.size)
         part._links = [link.among(members) for link in self._links]
         part._gather_link, part._sum_link, part._talk = part._links
         part._ranks, part._nccl = [self._ranks[member] for member in members], self._nccl
-        part._channel = f"{self._channel}, of {part._ranks}"
+        part._of = of or self._of
         part._locate([self._hosts[member] for member in members])
         if self._nccl:
             import torch.distributed as dist
@@ -353,15 +360,18 @@ class World:
 
     def _exchange(self, text: str, what: str) -> list[str]:
         """Every rank's text. RankError, on all ranks, where one is at something else. See [Note: in step]."""
+        what += self._of
         name, data = what.removeprefix("the ").encode(), text.encode()
         raw = struct.pack("<2I", len(name), len(data)) + name + data
         own = torch.frombuffer(bytearray(raw.ljust(_HEAD, b"\0")), dtype=torch.uint8)
         heads = list(torch.empty(self.size, _HEAD, dtype=torch.uint8, device="cpu"))
-        self._work(what, lambda: self._talk.gather(heads, own[:_HEAD], self._channel)).wait()
+        self._work(what, lambda: self._talk.gather(heads, own[:_HEAD], _SHARED)).wait()
         sizes = [struct.unpack_from("<2I", bytes(head[:8].numpy())) for head in heads]
+        # before more is awaited, which who is at something else does not send; of a long name the rest is compared below
+        self._check_step([_decoded(head[8 : 8 + n]) for head, (n, _) in zip(heads, sizes, strict=True)])
         rests = [torch.empty(max(0, 8 + sum(size) - _HEAD), dtype=torch.uint8, device="cpu") for size in sizes]
         if any(rest.numel() for rest in rests):
-            self._work(what, lambda: self._talk.gather(rests, own[_HEAD:], self._channel)).wait()
+            self._work(what, lambda: self._talk.gather(rests, own[_HEAD:], _SHARED)).wait()
         told = [bytes(torch.cat(both).numpy())[8:] for both in zip(heads, rests, strict=True)]
         self._check_step([f"the {got[:n].decode()}" for got, (n, _) in zip(told, sizes, strict=True)])
         return [got[n : n + m].decode() for got, (n, m) in zip(told, sizes, strict=True)]
@@ -404,29 +414,43 @@ class _Order:
         self._world = world
         own = torch.frombuffer(bytearray(name.encode()[-_HEAD:].ljust(_HEAD, b"\0")), dtype=torch.uint8)
         self._names = list(torch.empty(world.size, _HEAD, dtype=torch.uint8, device="cpu"))
-        self._messages = world._talk.gather(self._names, own, f"{world._channel}, of gathers")
+        self._messages = world._talk.gather(self._names, own, f"{_GATHERED}{world._of}")
 
     def wait(self) -> None:
         """Raises `Lost`, RankError."""
         for message in self._messages:
             message.wait()
-        self._world._check_step([f"the {bytes(name.numpy()).rstrip(bytes(1)).decode(errors='replace')}" for name in self._names])
+        self._world._check_step([_decoded(name) for name in self._names])
 
 
-def check_devices(devices: Sequence[str], ranks: Sequence[int]) -> None:
-    """ConfigError, on all ranks, where two have one GPU, which NCCL does not know. `devices`: each rank's, by a name that no other has."""
-    first: dict[str, int] = {}
-    for device, rank in zip(devices, ranks, strict=True):
-        if first.setdefault(device, rank) != rank:
-            raise ConfigError(
-                f"ranks {first[device]} and {rank} would both compute on one GPU ({device}): before anything else call "
-                "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])), or start no more ranks than there are GPUs"
-            )
+def of_model(world: World) -> World:
+    """The world for one more model, until it is left: what models gather and reduce in threads of their own is not taken for another's.
+
+    A model has the lowest number that no rank's models have; the first is the world's own. A collective.
+    """
+    home = world.home
+    taken = set().union(*world.share([number for number, held in home._models.items() if held], "models that are prepared"))
+    number = next(number for number in range(1, len(taken) + 2) if number not in taken)
+    home._models[number] = True
+    if number == 1:
+        return world
+    view = home._views.get((number, str(world._rows)))
+    if view is None:
+        of = f" of model {number}"
+        view = home._views[number, str(world._rows)] = world._part(range(world.size), of)
+        view._model, view.moved = number, world.moved
+        if world._rows:
+            view._divide(world._rows)
+    return view
 
 
-def _device() -> str:
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return f"{getattr(properties, 'uuid', '') or f'{socket.gethostname()} {torch.cuda.current_device()}'}"
+def leave(world: World) -> None:
+    """The model whose world this is was closed: its number is another's to take."""
+    world.home._models[world._model] = False
+
+
+def _decoded(name: torch.Tensor) -> str:
+    return f"the {bytes(name.numpy()).rstrip(bytes(1)).decode(errors='replace')}"
 
 
 def _wants_nccl(device: str | None) -> bool:

@@ -19,7 +19,7 @@ from offload import _core
 from offload.config import Tiers
 from offload.dist.collectives import alike, same
 from offload.dist.divided import is_divided, part_of
-from offload.dist.world import World
+from offload.dist.world import World, leave
 from offload.engine.activations import Activations, Pool
 from offload.engine.agreement import agree_on_step
 from offload.engine.atrest import ATTRIBUTES as AT_REST
@@ -544,11 +544,11 @@ class Engine:
 
     def _close_tiers(self) -> None:
         self.device.close()
-        if self.refresh is not None:
-            self.refresh.close()
-        for name in ("slots", "gradients", "background", "activations"):
-            if name in self.__dict__:
+        for name in ("refresh", "slots", "gradients", "background", "activations"):
+            if self.__dict__.get(name) is not None:
                 getattr(self, name).close()
+        if self.world is not None:
+            leave(self.world)
         self.frames, self.update_frames = None, []
         for record in self.records:
             if record.parameter.grad is not None and isinstance(part_of(record.parameter.grad), AtRest):

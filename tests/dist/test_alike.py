@@ -11,8 +11,9 @@ import torch
 from ranks import ROOT, run
 
 from offload.checkpoint.relay import Relay
+from offload.dist.devices import check_devices
 from offload.dist.divided import check_backends
-from offload.dist.world import World, check_devices
+from offload.dist.world import World
 from offload.errors import CheckpointError, ConfigError
 
 HEAD = f"""
