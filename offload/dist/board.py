@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,8 @@ class Board:
                 self._patience *= 2
                 named = [f"rank {rank} {f'was last at {at}' if at else 'has not told where it is'}" for rank, at in elsewhere[:_MOST]]
                 more = f" and {len(elsewhere) - _MOST} more are elsewhere too" if len(elsewhere) > _MOST else ""
-                log.warning("rank %d has waited %.0f s for %s; %s%s", self._rank, seconds, wait.what, ", ".join(named), more)
+                with suppress(Exception):  # a handler's; this thread is to go on
+                    log.warning("rank %d has waited %.0f s for %s; %s%s", self._rank, seconds, wait.what, ", ".join(named), more)
 
     def fail(self, text: str) -> None:
         """Tells the others what ends this rank; the first to tell is the one that is heard."""
