@@ -54,7 +54,7 @@ def save_together(
 
         found = on_all(world, target, begin)
         where = Path(found[0][0])
-        relay = Relay(world, [ranges for _, ranges in found], str(target))
+        relay = Relay(world, [ranges for _, ranges in found], "the checkpoint")
         sums = on_all(world, target, lambda: _write(where / TENSORS, pieces, relay, blocks.block_bytes(room)))
 
         def finish() -> None:
