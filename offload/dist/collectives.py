@@ -49,7 +49,7 @@ def alike(world: World | None, what: str) -> Iterator[None]:
     if rank is not None:
         name, text = said[rank]
         kind = _KINDS.get(name, OffloadError)
-        raise kind(f"{what} failed on rank {rank}: {text if name in _KINDS else f'{name}: {text}'}")
+        raise kind(f"{what} failed on rank {world.name(rank)}: {text if name in _KINDS else f'{name}: {text}'}")
 
 
 def same(world: World, value: torch.Tensor, what: str) -> torch.Tensor:

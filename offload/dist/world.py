@@ -138,10 +138,9 @@ class World:
         """The world that this is a part of, or this."""
         return self if self._home is None else self._home
 
-    @property
-    def number(self) -> int:
-        """This rank as the job counts it."""
-        return self._ranks[self.rank] if self.size > 1 else self.rank
+    def name(self, rank: int) -> int:
+        """One of these ranks as the job counts it."""
+        return self._ranks[rank] if self.size > 1 else rank
 
     def of_machine(self, values: Sequence[int]) -> int:
         """Of all ranks' values, in the order of ranks, the sum of those on this rank's machine."""
@@ -165,9 +164,11 @@ class World:
             import torch.distributed as dist
 
             group = self._reduces if reducing else self._gathers
-            return self._work(name, lambda: [*self._ordered(name, ordered), dist.all_gather_into_tensor(full, own, group=group, async_op=True)])
+            if ordered:  # compared before it is launched: NCCL would take what another rank gathers for this, or wait for ever
+                self._work(name, lambda: [_Order(self, name)]).wait()
+            return self._work(name, lambda: [dist.all_gather_into_tensor(full, own, group=group, async_op=True)])
         link = self._sum_link if reducing else self._gather_link
-        return self._work(name, lambda: [*self._ordered(name, ordered), *link.gather(list(full.view(self.size, -1)), own, name)])
+        return self._work(name, lambda: [*([_Order(self, name)] if ordered else []), *link.gather(list(full.view(self.size, -1)), own, name)])
 
     def reduce_scatter(self, own: torch.Tensor, full: torch.Tensor, what: str) -> Work:
         """Starts to set `own` [S], in a dtype of its own, to the sum over ranks of this rank's part of `full` [size * S]; it may be that part.
@@ -336,9 +337,6 @@ class World:
         home = self.home
         with home._counting:
             home.moved[kind] += buffer.nbytes * (self.size - 1) // self.size * (2 if kind == "all_reduce" else 1)
-
-    def _ordered(self, name: str, ordered: bool) -> list[_Waitable]:
-        return [_Order(self, name)] if ordered else []
 
     def _work(self, name: str, start: Callable[[], Sequence[_Waitable]]) -> Work:
         self._board.at = f"the {name}"

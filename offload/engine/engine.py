@@ -139,7 +139,7 @@ class Engine:
         return self.device.rests and not self.device.direct
 
     def _swap_space(self) -> SwapSpace:
-        rank = self.job.number if self.job is not None else None
+        rank = self.job.name(self.job.rank) if self.job is not None else None
         return SwapSpace(self.tiers.nvme, checksum=self.tiers.checksum, stalls=self.stalls, rank=rank)
 
     def _build(self, plan: Plan) -> None:
@@ -475,7 +475,7 @@ class Engine:
         order = agreed = self.streamer.order.forward()
         if self.job is not None:
             with self.stalls.waiting(RANKS):
-                agreed = agree_on_step(self.job, self.records, hypers, order)
+                agreed = agree_on_step(self.job, self.records, hypers, {n: self.gradients.entries[n].scale for n in hypers}, order)
         self.gradients.flush()
         self.device.settle()
         self.slots.settle()

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from ranks import ROOT, run
 
+from offload.engine.agreement import _difference
+
 HEAD = f"""
 import io, json, os, sys
 sys.path.insert(0, {str(ROOT / "tests" / "dist")!r})
@@ -70,6 +72,9 @@ forward(model, 1).backward()
 optimizer.param_groups[0]["lr"] = 1e-2 * (1 + rank)
 out["rates"] = refused(optimizer.step)
 optimizer.param_groups[0]["lr"] = 1e-2
+model.embed.weight.grad.mul_(1 / (1 + rank))
+out["factors"] = refused(optimizer.step)
+model.embed.weight.grad.mul_(1.0 + rank)
 kept = optimizer.param_groups[0]["params"]
 optimizer.param_groups[0]["params"] = kept if rank else kept[1:]
 out["parameters"] = refused(optimizer.step)
@@ -107,6 +112,7 @@ def test_what_differs_is_said_at_once_on_all_ranks_and_changes_nothing(tmp_path:
     assert first["saves weights elsewhere"].startswith("ConfigError: the directory to save to differs")
     assert first["loads another"].startswith("ConfigError: the checkpoint (its manifest) differs")
     assert "with lr = 0.01 on rank 0 and 0.02 on rank 1" in first["rates"] and first["rates"].startswith("ConfigError")
+    assert "embed.weight with grad_scale = 1.0 on rank 0 and 0.5 on rank 1" in first["factors"] and "updated nothing" in first["factors"]
     assert "would update embed.weight on rank 1 and not on rank 0" in first["parameters"]
     assert first["unchanged"] is True
 
@@ -159,3 +165,35 @@ def test_wrappers_of_torchs_are_refused() -> None:
         kinds = ("DistributedDataParallel", "DataParallel", "FSDPModule")
         for text, kind in zip(json.loads(out), kinds, strict=True):
             assert text.startswith("ConfigError: the model is wrapped by torch's") and kind in text, text
+
+
+LINKED = (
+    HEAD
+    + """
+where = os.path.join(sys.argv[1], "home" if rank == 0 else "link")
+if rank == 0:
+    os.mkdir(where)
+    os.symlink("home", os.path.join(sys.argv[1], "link"))
+world.barrier("making a link")
+model = prepared(3)
+optimizer = offload.optim.AdamW(model.parameters(), lr=1e-2)
+step(model, optimizer)
+for name in ("run", os.fsdecode(b"run-\\xff")):
+    offload.save(os.path.join(where, name), model, optimizer)
+    offload.load(os.path.join(where, name), model, optimizer)
+print(sorted(os.listdir(where)) == ["run", os.fsdecode(b"run-\\xff")])
+world.barrier("the end")
+world.close()
+"""
+)
+
+
+def test_ranks_may_have_names_of_their_own_for_one_directory(tmp_path: Path) -> None:
+    assert run(LINKED, 2, str(tmp_path), env={"OFFLOAD_COLLECTIVE_TIMEOUT": "30"}) == ["True\n"] * 2
+
+
+def test_what_differs_in_bits_alone_is_said_with_the_ranks_own_numbers() -> None:
+    assert "lr = 0.0 on rank 2 and -0.0 on rank 3" in _difference([{"w": {"lr": 0.0}}, {"w": {"lr": -0.0}}], [2, 3])
+    same = float("nan")
+    assert "eps = 1 on rank 2" in _difference([{"w": {"lr": same, "eps": 1}}, {"w": {"lr": float("nan"), "eps": 2}}], [2, 3])
+    assert "update w on rank 3 and not on rank 2" in _difference([{}, {"w": {}}], [2, 3])
