@@ -380,3 +380,24 @@ def test_a_signal_ends_a_run_cleanly(run: Path, number: signal.Signals) -> None:
     summary = summary_of(run.parent / "out")
     assert summary["interrupted"] and summary["steps"] == len(records_of(run.parent / "out")) >= 2
     assert not list((run.parent / "swap").glob("*"))
+
+
+def test_a_terminal_that_closes_ends_a_run_cleanly(run: Path) -> None:
+    """Its shell sends SIGHUP, and the kernel once more; nothing that is written to it arrives, which is no error."""
+    RUN.but(checkpoint={"every": 100000}, train={"steps": 100000}).write(run.parent)
+    master, terminal = os.openpty()
+    argv = [sys.executable, "-m", "offload", "train", str(run), "--out", str(run.parent / "out")]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=terminal, text=True) as process:
+        os.close(terminal)
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("step 2/"):
+                os.close(master)
+                process.send_signal(signal.SIGHUP)
+            elif line.startswith("stopping after this step"):
+                process.send_signal(signal.SIGHUP)
+                break
+        said = process.stderr.read()
+    assert process.returncode == 0 and not any(word in said for word in ("Traceback", "error", "at once")), said
+    summary = summary_of(run.parent / "out")
+    assert summary["interrupted"] and summary["checkpoint"] == f"step-{summary['steps']:08d}"

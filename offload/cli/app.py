@@ -30,17 +30,20 @@ Json = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 _EXTRA = {"allow_extra_args": True, "ignore_unknown_options": False}
 
 
-def emit(result: dict[str, Any], as_json: bool, text: Callable[[dict[str, Any]], str]) -> None:
+def emit(result: dict[str, Any], as_json: bool, text: Callable[[dict[str, Any]], str], gone: Callable[[], bool] = lambda: False) -> None:
     """Prints a command's result, for programs or for people."""
     said = json.dumps(result, indent=1) if as_json else text(result)
-    write(said.encode(errors="backslashreplace").decode())  # names of files may be no text
+    write(said.encode(errors="backslashreplace").decode(), gone)  # names of files may be no text
 
 
-def write(text: str) -> None:
-    """Prints a result whole; where standard output does not take it, the command ends."""
+def write(text: str, gone: Callable[[], bool] = lambda: False) -> None:
+    """Prints a result whole; where standard output does not take it, the command ends, unless whoever would read it is known to be `gone`."""
     try:
         print(text, flush=True)
     except OSError as error:
+        if gone():
+            _give_up(sys.stdout)
+            return
         raise typer.Exit(_unwritten(error)) from None  # main() finds that it still does not
 
 
