@@ -91,6 +91,10 @@ def test_what_transformers_saves_of_a_prepared_model(prepared: Prepared, tmp_pat
     for refused in ({"variant": "fp16"}, {"push_to_hub": True}):
         with pytest.raises(offload.ConfigError, match="is not there for a prepared model"):
             model.save_pretrained(tmp_path / "refused", **refused)
+    model._hf_peft_config_loaded = True
+    with pytest.raises(offload.ConfigError, match="does not know adapters"):
+        model.save_pretrained(tmp_path / "refused")
+    model._hf_peft_config_loaded = False
     offload.runtime(model).close()
     with pytest.raises(offload.ConfigError, match="was closed"):
         model.save_pretrained(tmp_path / "refused")

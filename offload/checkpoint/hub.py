@@ -53,6 +53,11 @@ def _is_own(model: nn.Module, state: dict[str, Any] | None) -> bool:
 
 
 def _save(model: nn.Module, given: dict[str, Any]) -> None:
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError(
+            "save_pretrained() of a prepared model does not know adapters, whose files are others than a model's: call "
+            "copy.deepcopy(model).save_pretrained(directory), which memory has to hold, or offload.save() for a checkpoint to go on from"
+        )
     for name, only in _WHOLE.items():
         if given.get(name, only) != only:
             raise ConfigError(
