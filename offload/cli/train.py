@@ -27,8 +27,8 @@ class _Signals:
 
     A SIGHUP is no second one, as a terminal that closes sends two: its shell's, and the kernel's as the shell ends.
 
-    Until steps begin the first one ends it at once too, where nothing is there to save and an earlier run may still be as it was; not with `patient`: of
-    several ranks, which end together, and of a run that goes on, whose end is that of its checkpoint.
+    Until steps begin the first one ends it at once too, where nothing is there to save and an earlier run may still be as it was; not with
+    `patient`: of several ranks, which end together, and of a run that goes on, whose end is that of its checkpoint.
     """
 
     def __init__(self, patient: bool) -> None:
