@@ -98,6 +98,25 @@ def test_a_run_outlives_whoever_reads_what_it_says(run: Path) -> None:
     assert done.returncode == 0 and json.loads(done.stdout) == summary_of(run.parent / "out")
 
 
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&- >&- 2>&-"])
+def test_a_command_whose_streams_are_closed(closed: str, tmp_path: Path) -> None:
+    """No file that it opens takes their numbers, in it or in a child of its own; what it says goes nowhere."""
+    (tmp_path / "code.py").write_text(
+        "import os, subprocess, sys\n"
+        "import offload.cli.app as app\n"
+        "from offload.cli import main\n"
+        "def called(argv):\n"
+        "    print('said'), print('said', file=sys.stderr)\n"
+        "    with open('file', 'w') as file:\n"
+        "        own = file.fileno()\n"
+        "    return max(own < 3, subprocess.call([sys.executable, '-c', 'import os; [os.fstat(n) for n in range(3)]']))\n"
+        "app._called = called\n"
+        "sys.exit(main(['doctor']))\n"
+    )
+    done = subprocess.run(["bash", "-c", f"{sys.executable} code.py {closed}"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and (done.stderr == "") == ("2" in closed), done.stderr
+
+
 @pytest.mark.parametrize(
     "argv",
     [["train"], ["train", "RUN", "--outt", "x"], ["trian"], ["plan"], ["plan", "--params", "many"], ["plan", "--params", "-1"],
