@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, TextIO
@@ -205,10 +206,17 @@ def _called(argv: Sequence[str]) -> int:
         return fail(error)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        return UNREAD  # as what writes help and tables ends where nobody reads them
     except OSError as error:
         if error.errno is None:
             raise
-        return fail(f"{error}; mend that, or give another directory")
+        if os.environ.get("OFFLOAD_TRACEBACK"):
+            with suppress(OSError):  # as in fail()
+                traceback.print_exception(error)
+        return fail(f"{error}; mend that, or give another directory (OFFLOAD_TRACEBACK=1 shows where it came up)")
     except Exception as error:
         usage = _usage(error, argv)
         if usage is None:
