@@ -283,13 +283,28 @@ def test_a_plan(capsys: pytest.CaptureFixture[str], run: Path) -> None:
 
 def test_what_would_help() -> None:
     """By what holds the step; nothing where only a faster machine would."""
-    made = SimpleNamespace(peak_bytes={"nvme": 3 << 30}, recomputed=())
+
+    def plan(fixed: int = 0, asked: str = "auto", away: int = 0, recomputed: tuple[int, ...] = (), stays: bool = True) -> SimpleNamespace:
+        place = {"optimizer": "nvme"} if fixed else {}
+        request = SimpleNamespace(place=place, fixed=lambda tier: fixed, may_stay=stays, may_sum=False)
+        boundaries = SimpleNamespace(by_tier={"nvme": away})
+        return SimpleNamespace(peak_bytes={"nvme": 3 << 30}, recomputed=recomputed, asked=asked, request=request, boundaries=boundaries)
+
     given = SimpleNamespace(compute="bf16", master="fp32", moments="fp32")
-    ways = _would_help("nvme", made, given)
+    ways = _would_help("nvme", plan(), given)
     assert "3 GiB more in tiers.host" in ways[0] and "int8" in ways[1] and "split" in ways[1]
-    assert len(_would_help("nvme", made, SimpleNamespace(compute="bf16", master="fp32", moments="int8"))) == 1
-    assert "tiers.device" in _would_help("h2d", made, given)[0] and not _would_help("compute", made, given)
-    assert "fewer than 2 units" in _would_help("compute", SimpleNamespace(recomputed=(0, 1)), given)[0]
+    small = SimpleNamespace(compute="bf16", master="fp32", moments="int8")
+    assert len(_would_help("nvme", plan(), small)) == 1
+    placed = _would_help("nvme", plan(fixed=3 << 30), small)
+    assert len(placed) == 1 and "optimizer placed elsewhere" in placed[0]
+    partly = _would_help("nvme", plan(fixed=1 << 30), small)
+    assert "2 GiB more in tiers.host" in partly[0] and "but what is placed there" in partly[0]
+    assert _would_help("nvme", plan(asked="nvme", away=3 << 30), given) == ['train.activations = "auto"']
+    assert "tiers.device" in _would_help("h2d", plan(), given)[0] and not _would_help("h2d", plan(stays=False), given)
+    again = plan(recomputed=(0, 1))
+    assert "tiers.device, so that fewer than 2 units" in _would_help("compute", again, given)[0]
+    assert not _would_help("compute", plan(), given) and not _would_help("update", again, given)
+    assert "tiers" not in _would_help("compute", plan(asked="recompute", recomputed=(0,)), given)[0]
 
 
 def test_treatments_of_activations(capsys: pytest.CaptureFixture[str], run: Path) -> None:
