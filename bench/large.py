@@ -161,10 +161,11 @@ def main() -> None:
 
 def show(form: str, r: dict[str, Any]) -> None:
     f = r["figures"]
+    losses = ", ".join("not finite" if x is None else f"{x:.2f}" for x in f["losses"])
     print(f"{form}: {f['parameters'] / 1e9:.2f}e9 parameters, {f['state_bytes'] / 1e9:.0f} GB of state; "
           f"resident {r['resident'] / GIB:.2f} of at most {r['resident_limit'] / GIB:.2f} GiB")  # fmt: skip
     print(f"  step {f['step_seconds_median']:.1f} s, bound {f['bound_step_seconds']:.1f} s ({f['limiting_link']}): {r['share_of_bound']:.2f} of it; "
-          f"{r['seconds_beside_steps']:.0f} s beside the steps; losses {', '.join(f'{x:.2f}' for x in f['losses'])}")  # fmt: skip
+          f"{r['seconds_beside_steps']:.0f} s beside the steps; losses {losses}")  # fmt: skip
     stalls = {cause: seconds for cause, seconds in f["stall_seconds"].items() if seconds > 0.05 * sum(r["step_seconds"])}
     print(f"  stalls of {sum(r['step_seconds']):.0f} s: " + (", ".join(f"{c} {s:.0f}" for c, s in stalls.items()) or "none over 5%"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -192,6 +193,23 @@ def test_a_child_tokenizes(tmp_path: Path) -> None:
         child.wait()
     child.close()
     assert not list(out.iterdir())
+
+
+def test_a_child_that_is_killed(tmp_path: Path) -> None:
+    child = Tokenizing(tmp_path, {}, 8, 0, tmp_path)
+    child._child.kill()
+    with pytest.raises(ConfigError, match=r"was killed \(by signal 9\).*out of memory; free some"):
+        child.wait()
+    child.close()
+
+
+def test_tokens_that_the_disk_does_not_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenize, "load_encoder", lambda directory: (lambda texts: [[1, 2, 3, 4] for _ in texts], 0))
+    (tmp_path / "text").write_text("words")
+    (tmp_path / "train.npy").symlink_to("/dev/full")
+    jobs = {str(tmp_path / "train.npy"): {"spans": [asdict(s) for s in spans(tmp_path / "text")], "count": 1}}
+    with pytest.raises(ConfigError, match=r"cannot write 16 B of tokens to .*train\.npy: .*make room there"):
+        tokenize.run({"tokenizer": str(tmp_path), "vocabulary": 9, "seq_length": 4, "seed": 0, "jobs": jobs})
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])

@@ -334,6 +334,16 @@ def test_gradients_in_flight(device: int, direct: bool, flight: int) -> None:
     assert plan.peak_bytes["device"] <= cap.device
 
 
+def test_gradients_in_flight_give_way() -> None:
+    """To what has to be there, but for one, and only as many bytes as that lacks."""
+    work = demand.Working(activations=5, logits=0, gradients=40, slack=5, in_flight=40, largest=10)
+    assert work.room(50) == 30 and work.room(70) == 50 and work.room(15) == -5
+    assert work.beside(0, work.room(10)) == work.beside(20, work.room(70)) == work
+    less = work.beside(20, work.room(55))
+    assert (less.gradients, less.in_flight, less.total) == (25, 25, 35) and less.room(35) == 15
+    assert work.beside(30, work.room(50)).in_flight == 10
+
+
 def test_sums_of_shared_gradients_are_counted_beside_those_in_flight() -> None:
     shared = UnitSpec("embed", (ParameterSpec("e", 1 << 20, "fp32", True, 2, 256),))
     other = UnitSpec("block", (ParameterSpec("w", 1 << 18, "fp32", True, 1, 512),))

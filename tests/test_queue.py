@@ -48,3 +48,19 @@ def test_a_full_queue_makes_room_for_a_waiting_transfer() -> None:
     with pytest.raises(ValueError, match="bad sector"):
         first.wait()
     queue.close()
+
+
+@pytest.mark.parametrize("wait", ["until", "submit", "wait"])
+def test_an_interrupted_wait_demands_nothing_further(monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
+    def interrupted(enough: object) -> None:
+        raise KeyboardInterrupt
+
+    queue, going = SwapQueue("test", bound=1), threading.Event()
+    job = queue.submit(going.wait, 8, 8)
+    waits = {"until": lambda: queue.until(0), "submit": lambda: queue.submit(print, 8, 8), "wait": job.wait}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(queue._changed, "wait_for", interrupted)
+        waits[wait]()
+    assert queue._demanded == 0
+    going.set()
+    queue.close()

@@ -271,6 +271,7 @@ def test_undeclared_sums(tmp_path: Path) -> None:
     with M.prepared(M.seeded(MAKE), M.tiers(tmp_path), device=SimDevice(seed=2), **options) as model:
         assert act(model) == want
         assert offload.runtime(model).stats()["moved_bytes"]["d2h"] == 0
+        sums = sum(s.nbytes for unit in engine_of(model).units for s in unit.gradients)
     options["batch"] = (2, 12)
     plan = offload.plan(M.seeded(MAKE), M.tiers(tmp_path), device="sim", **options)
     tight = str((plan.peak_bytes["device"] - plan.working.slack - plan.working.in_flight * 3 // 4) * 8 // 7 + 8192)
@@ -279,6 +280,13 @@ def test_undeclared_sums(tmp_path: Path) -> None:
         pytest.raises(offload.BudgetError, match="on the device"),
     ):
         act(model)
+    most = plan.working.in_flight - plan.working.largest
+    tight = str((plan.peak_bytes["device"] - plan.working.slack - most + most // 4 + sums) * 8 // 7 + 64)  # the least, and a little in flight
+    with M.prepared(M.seeded(MAKE), M.tiers(tmp_path, device=tight), device=SimDevice(seed=4), **options) as model:
+        before = engine_of(model).plan.working
+        assert act(model) == want
+        working = engine_of(model).plan.working
+        assert working.largest <= working.in_flight == engine_of(model).device.in_flight_bytes_most < before.in_flight
 
 
 def test_failed_work_is_raised(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import models as M
 import offload
 from offload.engine.registry import engine_of
 from offload.transfer.device import Landing, SimDevice
-from offload.transfer.queue import Transfer
+from offload.transfer.queue import SwapQueue, Transfer
 
 X = torch.linspace(-1, 1, 64).view(4, 16)
 IDS = torch.arange(24).view(2, 12) * 101 % 701
@@ -78,6 +78,26 @@ def test_gradients_in_flight_stay_within_the_plan(tmp_path: Path, seed: int | No
         working = offload.runtime(model).plan.working
     assert device.held == 0
     assert device.most <= working.gradients + working.slack
+
+
+@pytest.mark.parametrize("seed", [None, *range(4)])
+def test_gradients_are_waited_for_where_a_backward_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int | None) -> None:
+    """What was sent is known before anything is waited for: it lands before zeros are written, not after."""
+    device = SimDevice(seed=seed)
+    with M.prepared(M.seeded(M.Order), M.tiers(tmp_path), device=device, place=M.placed("host"), precision=M.FP32, slots=2) as model:
+        M.mean_square(model, X).backward()
+        engine_of(model).synchronize()
+        model.zero_grad(set_to_none=False)
+
+        def interrupted(*given: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(SwapQueue, "until", interrupted)
+            M.mean_square(model, X).backward()
+        model.zero_grad(set_to_none=False)
+        device.settle()
+        assert not any(p.grad is not None and p.grad.count_nonzero() for p in model.parameters())
 
 
 def test_stale_slots_are_poisoned(tmp_path: Path) -> None:

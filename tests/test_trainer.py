@@ -91,7 +91,29 @@ def test_what_transformers_saves_of_a_prepared_model(prepared: Prepared, tmp_pat
     for refused in ({"variant": "fp16"}, {"push_to_hub": True}):
         with pytest.raises(offload.ConfigError, match="is not there for a prepared model"):
             model.save_pretrained(tmp_path / "refused", **refused)
+    model._hf_peft_config_loaded = True
+    with pytest.raises(offload.ConfigError, match="does not know adapters"):
+        model.save_pretrained(tmp_path / "refused")
+    model._hf_peft_config_loaded = False
     offload.runtime(model).close()
     with pytest.raises(offload.ConfigError, match="was closed"):
         model.save_pretrained(tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
+
+
+class Counted(LlamaForCausalLM):
+    """With a buffer that files of weights have."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("seen", torch.zeros(3))
+
+
+def test_only_a_models_own_tensors_are_saved_as_it(prepared: Prepared, tmp_path: Path) -> None:
+    """Others are transformers' to save, which says of those that are at rest that it cannot."""
+    model, other = (prepared(Counted(llama().config), precision=BF16, keep=True) for _ in range(2))
+    for state in (other.state_dict(), {**model.state_dict(), "seen": torch.ones(3)}):
+        with pytest.raises(offload.OffloadError, match="rests outside memory"):
+            model.save_pretrained(tmp_path / "refused", state_dict=state)
+    model.save_pretrained(tmp_path / "given", state_dict=model.state_dict())
+    assert torch.equal(Counted.from_pretrained(tmp_path / "given").lm_head.weight.detach(), plain(model.lm_head.weight))

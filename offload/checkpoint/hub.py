@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from offload.checkpoint.names import hub_model
@@ -48,11 +49,28 @@ def _is_own(model: nn.Module, state: dict[str, Any] | None) -> bool:
         return False
     if state is None:
         return True
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return state.keys() == model.state_dict().keys() and all(record_of(state[name]) is not None for name in names & state.keys())
+    own = model.state_dict()
+    return state.keys() == own.keys() and all(_same(state[name], value) for name, value in own.items())
+
+
+def _same(given: Any, own: Any) -> bool:
+    """Whether what was given for a tensor of the model's is that one. Anything but a tensor is in no file of weights."""
+    if not isinstance(own, torch.Tensor) or given is own:
+        return True
+    if not isinstance(given, torch.Tensor) or (given.shape, given.dtype, given.device) != (own.shape, own.dtype, own.device):
+        return False
+    (home, place), (theirs, there) = (record_of(own) or (None, None)), (record_of(given) or (None, None))
+    if home is not None or theirs is not None:
+        return home is theirs and place is there
+    return (given.data_ptr(), given.stride()) == (own.data_ptr(), own.stride()) or torch.equal(given, own)
 
 
 def _save(model: nn.Module, given: dict[str, Any]) -> None:
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError(
+            "save_pretrained() of a prepared model does not know adapters, whose files are others than a model's: call "
+            "copy.deepcopy(model).save_pretrained(directory), which memory has to hold, or offload.save() for a checkpoint to go on from"
+        )
     for name, only in _WHOLE.items():
         if given.get(name, only) != only:
             raise ConfigError(

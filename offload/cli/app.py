@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, TextIO
@@ -30,17 +31,20 @@ Json = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 _EXTRA = {"allow_extra_args": True, "ignore_unknown_options": False}
 
 
-def emit(result: dict[str, Any], as_json: bool, text: Callable[[dict[str, Any]], str]) -> None:
+def emit(result: dict[str, Any], as_json: bool, text: Callable[[dict[str, Any]], str], gone: Callable[[], bool] = lambda: False) -> None:
     """Prints a command's result, for programs or for people."""
     said = json.dumps(result, indent=1) if as_json else text(result)
-    write(said.encode(errors="backslashreplace").decode())  # names of files may be no text
+    write(said.encode(errors="backslashreplace").decode(), gone)  # names of files may be no text
 
 
-def write(text: str) -> None:
-    """Prints a result whole; where standard output does not take it, the command ends."""
+def write(text: str, gone: Callable[[], bool] = lambda: False) -> None:
+    """Prints a result whole; where standard output does not take it, the command ends, unless whoever would read it is known to be `gone`."""
     try:
         print(text, flush=True)
     except OSError as error:
+        if gone():
+            _give_up(sys.stdout)
+            return
         raise typer.Exit(_unwritten(error)) from None  # main() finds that it still does not
 
 
@@ -202,10 +206,17 @@ def _called(argv: Sequence[str]) -> int:
         return fail(error)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        return UNREAD  # as what writes help and tables ends where nobody reads them
     except OSError as error:
         if error.errno is None:
             raise
-        return fail(f"{error}; mend that, or give another directory")
+        if os.environ.get("OFFLOAD_TRACEBACK"):
+            with suppress(OSError):  # as in fail()
+                traceback.print_exception(error)
+        return fail(f"{error}; mend that, or give another directory (OFFLOAD_TRACEBACK=1 shows where it came up)")
     except Exception as error:
         usage = _usage(error, argv)
         if usage is None:

@@ -94,15 +94,24 @@ def _placement(run: str, overrides: Sequence[str], ranks: int) -> dict[str, Any]
 def _would_help(link: str, made: Any, precision: Any) -> list[str]:
     """What would make a step shorter that is held by `link`; empty where only a faster machine would."""
     ways = []
+    request, away = made.request, made.boundaries.by_tier["nvme"]
     if link == "nvme":
-        ways.append(f"{format_size(made.peak_bytes['nvme'])} more in tiers.host, so that nothing rests on NVMe; each byte there is one less to move")
-        if precision.moments == "fp32":
+        there = request.fixed("nvme") + (away if made.asked == "nvme" else 0)
+        if made.peak_bytes["nvme"] > there:
+            more, but = format_size(made.peak_bytes["nvme"] - there), " but what is placed there" if there else ""
+            ways.append(f"{more} more in tiers.host, so that nothing rests on NVMe{but}; each byte there is one less to move")
+        ways += [f"{role} placed elsewhere than on NVMe (tiers.place)" for role, tier in request.place.items() if tier == "nvme"]
+        if made.asked == "nvme":
+            ways.append('train.activations = "auto"')
+        if precision.moments == "fp32" and made.peak_bytes["nvme"] > away:
             split = ' and precision.master = "split"' if precision.compute == "bf16" and precision.master != "split" else ""
             ways.append(f'precision.moments = "int8"{split}, for smaller state')
     elif link in ("h2d", "d2h"):
-        ways.append("more in tiers.device, so that more units stay there")
-    elif made.recomputed:
-        ways.append(f"more in tiers.device, so that fewer than {len(made.recomputed)} units are computed again")
+        if request.may_stay or request.may_sum:
+            ways.append("more in tiers.device, so that more units stay there")
+    elif link == "compute" and made.recomputed:
+        fewer = f"so that fewer than {len(made.recomputed)} units are computed again"
+        ways.append(f"more in tiers.device, {fewer}" if made.asked == "auto" else f'train.activations = "auto", {fewer}')
     return ways
 
 

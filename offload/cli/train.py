@@ -25,12 +25,15 @@ def _rank() -> int | None:
 class _Signals:
     """SIGINT, SIGTERM and SIGHUP end the run after the step under way, a second one at once, by KeyboardInterrupt.
 
-    So does the first one until steps begin, where nothing is there to save and an earlier run may still be as it was; not with `patient`: of
-    several ranks, which end together, and of a run that goes on, whose end is that of its checkpoint.
+    A SIGHUP is no second one, as a terminal that closes sends two: its shell's, and the kernel's as the shell ends.
+
+    Until steps begin the first one ends it at once too, where nothing is there to save and an earlier run may still be as it was; not with
+    `patient`: of several ranks, which end together, and of a run that goes on, whose end is that of its checkpoint.
     """
 
     def __init__(self, patient: bool) -> None:
         self.came = 0  # the first one's number
+        self.hung_up = False  # the terminal closed, so what it is told goes nowhere
         self._patient = patient
 
     def stepping(self) -> bool:
@@ -39,6 +42,9 @@ class _Signals:
         return not self.came
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.hung_up = self.hung_up or number == signal.SIGHUP
+        if self.came and number == signal.SIGHUP:
+            return
         at_once = b"stopping at once\n" if self.came else b"" if self._patient else b"stopping before the first step\n"
         if not _rank():
             with suppress(OSError):  # not print(): the thread that this interrupts may be within one
@@ -130,5 +136,5 @@ def _trained(config: RunConfig, run: str, out: str | None, resume: str | None, a
         except Exception as error:
             return 2 if isinstance(error, OffloadError) else 1
     if not rank:
-        emit(summary, as_json, _text)
+        emit(summary, as_json, _text, lambda: signals.hung_up)
     return 128 + (signals.came or signal.SIGTERM) if summary["interrupted"] and not _saved(summary) else 0

@@ -373,7 +373,7 @@ class Engine:
             )
         need, there = (sum(2 * s.nbytes for u in self.units for s in u.gradients if self.resident.has(u.number) == rests) for rests in (False, True))
         tier = next((t for t in ("host", "nvme") if self._can_take(t, need)), None)
-        room = self.budgets["device"].free - self.plan.working.total
+        room = self.plan.working.room(self.budgets["device"].free)
         if tier is None or (there and there > room):
             raise BudgetError(
                 f"a second backward before the step keeps sums in fp32, which needs {human(need)}"
@@ -383,19 +383,18 @@ class Engine:
             )
         further = self._further_shards(tier, need, "fp32 sums of gradients")
         self._held.append(self.budgets["device"].reserve(there, "fp32 sums of gradients"))
-        device = self.device.memory(there) if there else None
-        if device is not None:
-            self._further.append(device)
+        self.plan = replace(self.plan, working=self.plan.working.beside(there, room))
+        self.device.in_flight_bytes_most = self.plan.working.in_flight
+        self.background.synchronize()
+        self.background.drop()
+        self.gradients.flush()  # what was in flight has given way
+        device = [self.device.memory(there)] if there else []
+        self._further += device
 
         def reshard(unit: Unit, chunk: int) -> Shard:
             nbytes = 2 * unit.gradients[chunk].nbytes
-            if device is not None and self.resident.has(unit.number):
-                return Shard("device", nbytes, memory=device.take(nbytes))
-            return further(nbytes)
+            return Shard("device", nbytes, memory=device[0].take(nbytes)) if device and self.resident.has(unit.number) else further(nbytes)
 
-        self.background.synchronize()
-        self.background.drop()
-        self.gradients.flush()
         self.places.widen(reshard)
         self.resident.replace(torch.float32)
         self.background.replace(self._make_updates(torch.float32))

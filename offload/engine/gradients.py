@@ -254,6 +254,7 @@ class Gradients:
             entry.landing.append(self._resident.start(record, lambda: landing(taken), source.nbytes))
         else:
             entry.landing.append(self.device.send(source, landing))
+            self.device.make_way()
 
     def _put(self, record: Record, value: torch.Tensor) -> None:
         """Stores a value of the host's, at once or in the order of the device's work."""

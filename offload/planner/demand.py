@@ -7,7 +7,7 @@ its input and its output, norms and attention keep about as much again in fp32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.planner.layout import CHUNK_ALIGN, DTYPE_BYTES, ParameterSpec, UnitSpec
 
@@ -46,6 +46,19 @@ class Working:
     @property
     def total(self) -> int:
         return self.activations + self.logits + self.gradients + self.slack
+
+    @property
+    def _spare(self) -> int:
+        return max(0, self.in_flight - self.largest)
+
+    def room(self, free: int) -> int:
+        """What `free` bytes of the device have for further state: gradients in flight give way to it, but for one of the largest."""
+        return free - self.total + self._spare
+
+    def beside(self, nbytes: int, room: int) -> Working:
+        """With `nbytes` of a `room` taken: as many fewer in flight as it has not without them."""
+        taken = min(self._spare, max(0, nbytes - room + self._spare)) if nbytes else 0
+        return replace(self, gradients=self.gradients - taken, in_flight=self.in_flight - taken)
 
 
 def is_table(p: ParameterSpec) -> bool:

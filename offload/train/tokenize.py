@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from offload.config import format_size
 from offload.errors import ConfigError, named
 from offload.train.data import Span, unreadable
 
@@ -143,6 +144,11 @@ class Tokenizing:
     def wait(self, note: Callable[[str], None] = lambda text: None) -> Path:
         """Returns when all token files are there: where; `ConfigError` with the child's last words where it failed. `note` hears of strange texts."""
         found, said = self._child.communicate()
+        if self._child.returncode < 0:
+            raise ConfigError(
+                f"tokenizing with {self._tokenizer} was killed (by signal {-self._child.returncode}): where nobody did that, the system was out of "
+                "memory; free some, lower tiers.host, or train on fewer tokens"
+            )
         if self._child.returncode:
             last = (said.strip().splitlines() or [f"exit code {self._child.returncode}"])[-1]
             failed = f"tokenizing with {self._tokenizer} failed: {last}; give a model directory with a tokenizer that loads"
@@ -186,7 +192,13 @@ def run(request: dict[str, Any]) -> list[str]:
                 f"data.source: the tokenizer in {tokenizer} gives token {tokens.max()}, and the model knows {vocabulary} tokens, from 0: "
                 "put the model's own tokenizer beside its config.json, or mend vocab_size there"
             )
-        np.save(path, tokens)
+        try:
+            np.save(path, tokens)
+        except OSError as error:
+            size = format_size(tokens.nbytes)
+            raise ConfigError(
+                f"cannot write {size} of tokens to {path}: {error.strerror or error}; make room there, or give an --out on another disk"
+            ) from None
     return sorted(strange)
 
 

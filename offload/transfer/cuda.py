@@ -146,9 +146,10 @@ class CudaDevice(Device):
 
         nbytes = source.numel() * source.element_size()
         self.moved["d2h"] += nbytes
-        sent = self._out.submit(run, nbytes, self.in_flight_bytes_most, "gradient")
+        return self._out.submit(run, nbytes, self.in_flight_bytes_most, "gradient")
+
+    def make_way(self) -> None:
         self._out.until(self.in_flight_bytes_most - self.gradient_bytes_most)
-        return sent
 
     def stow(
         self, source: torch.Tensor, store: Callable[[Put], None], after: Sequence[Transfer] | None = None, what: str = "activation"

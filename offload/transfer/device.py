@@ -93,9 +93,13 @@ class Device(ABC):
     def send(self, source: torch.Tensor, land: Landing) -> Transfer:
         """Starts moving a gradient to the host and lands it there; `source` is kept until then.
 
-        Waits first while those under way and this one come to more than `in_flight_bytes_most`; one alone always may go. Then until these leave room
-        for one of `gradient_bytes_most`, which is computed next.
+        Waits first while those under way and this one come to more than `in_flight_bytes_most`; one alone always may go.
         """
+
+    def make_way(self) -> None:
+        """Waits until those under way leave room for a gradient of `gradient_bytes_most`, which is computed next. Apart from `send`, as whoever
+        is interrupted in a wait has to know by then what was sent."""
+        return None
 
     @abstractmethod
     def stow(
@@ -103,7 +107,7 @@ class Device(ABC):
     ) -> Transfer:  # fmt: skip
         """Starts `store(put)`, which moves the bytes of `source` to host memory with `put`; `source` is kept until then.
 
-        Waits first as `send` does, and no more. What the transfer's wait() raises is what `store` raised. `after`: `source` lies in an arena, and has
+        Waits first as `send` does. What the transfer's wait() raises is what `store` raised. `after`: `source` lies in an arena, and has
         what it should once these works are done; it takes no room, so nothing is waited for.
         """
 
@@ -342,9 +346,10 @@ class SimDevice(Device):
     def send(self, source: torch.Tensor, land: Landing) -> Transfer:
         nbytes = source.numel() * source.element_size()
         self.moved["d2h"] += nbytes
-        sent = self._out.submit(lambda: land(source), nbytes, self.in_flight_bytes_most, "gradient")
+        return self._out.submit(lambda: land(source), nbytes, self.in_flight_bytes_most, "gradient")
+
+    def make_way(self) -> None:
         self._out.until(self.in_flight_bytes_most - self.gradient_bytes_most)
-        return sent
 
     def stow(
         self, source: torch.Tensor, store: Callable[[Put], None], after: Sequence[Transfer] | None = None, what: str = "activation"

@@ -100,11 +100,7 @@ class SwapQueue:
             if self._closing:
                 raise RuntimeError(f"the {self.name} queue is closed")
             if self._full(room):
-                self._demanded += 1  # a full queue demands its head
-                self._changed.notify_all()
-                with self._waiting():
-                    self._changed.wait_for(lambda: not self._full(room))
-                self._demanded -= 1
+                self._demand(lambda: not self._full(room))  # a full queue demands its head
             self._jobs.append(job)
             job.together = together
             self._awaited_elsewhere += together
@@ -117,11 +113,7 @@ class SwapQueue:
         """Returns when what is pending, of what counts, is no more than that, or nothing is."""
         with self._changed:
             if self._pending_bytes > max(pending_bytes_most, 0):
-                self._demanded += 1
-                self._changed.notify_all()
-                with self._waiting():
-                    self._changed.wait_for(lambda: self._pending_bytes <= max(pending_bytes_most, 0))
-                self._demanded -= 1
+                self._demand(lambda: self._pending_bytes <= max(pending_bytes_most, 0))
 
     def _full(self, room: float) -> bool:
         return len(self._jobs) >= self._bound or self._pending_bytes > max(room, 0)
@@ -150,11 +142,17 @@ class SwapQueue:
     def _wait_for(self, job: _Job) -> None:
         if job.done:
             return
-        with self._waiting(), self._changed:
-            self._demanded += 1
+        with self._changed:
+            self._demand(lambda: job.done)
+
+    def _demand(self, enough: Callable[[], bool]) -> None:
+        """Returns when it is enough, with what was put off run for it."""
+        self._demanded += 1
+        try:
             self._changed.notify_all()
-            while not job.done:
-                self._changed.wait()
+            with self._waiting():
+                self._changed.wait_for(enough)
+        finally:  # whoever waits may be interrupted
             self._demanded -= 1
 
     def _serve(self) -> None:
