@@ -433,6 +433,27 @@ def test_stale_directory_goes_at_the_next_open(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("taken", ["before it is opened", "before it is locked"])
+def test_a_directory_that_another_rank_takes_for_stale_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: str) -> None:
+    opened, gone = os.open, list[Path]()
+
+    def open_late(path: Any, *args: Any, **kwargs: Any) -> int:
+        first = not gone and str(path).startswith(f"{tmp_path}/offload-rank3-") and sys._getframe(1).f_code.co_name == "_own_subdirectory"
+        descriptor = opened(path, *args, **kwargs) if first and taken == "before it is locked" else -1
+        if first:
+            gone.append(Path(path))
+            assert swap.reclaim(tmp_path) == gone
+        return descriptor if descriptor >= 0 else opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", open_late)
+    with SwapSpace([(tmp_path, 4096)], rank=3) as space:
+        space.allocate(4096)
+        space.open()
+        (ours,) = tmp_path.iterdir()
+        assert gone and ours not in gone and (ours / "state.swap").exists()
+        assert swap.sweep(tmp_path)[0].stays == f"in use by process {os.getpid()}"
+
+
 @pytest.mark.parametrize("how", ["exit", "raise"])
 def test_no_files_after_exit(tmp_path: Path, how: str) -> None:
     child = owner(tmp_path)

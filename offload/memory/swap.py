@@ -238,9 +238,12 @@ def _own_subdirectory(directory: Path, rank: int | None) -> tuple[Path, int]:
     while True:
         path = directory / f"{name}-{os.getpid()}-{secrets.token_hex(8)}"
         path.mkdir(mode=0o700)
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        # Until it is locked another process, as one of many ranks that start at once, may take it for a stale one and remove it.
         try:
-            # Between the two lines above another process may have taken the directory for a stale one.
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_still(path, lock):
                 return path, lock
@@ -301,7 +304,7 @@ def _sweep(path: Path) -> Left:
             _remove(path)
         return Left(path, nbytes, "cannot be removed, or holds other files" if _is_still(path, lock) else "")
     except BlockingIOError:
-        return Left(path, nbytes, f"in use by process {path.name.split('-')[1]}")
+        return Left(path, nbytes, f"in use by process {path.name.split('-')[-2]}")
     except OSError as error:
         return Left(path, nbytes, f"cannot be locked: {error.strerror}")
     finally:
