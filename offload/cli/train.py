@@ -46,10 +46,10 @@ class _Signals:
         if self.came and number == signal.SIGHUP:
             return
         at_once = b"stopping at once\n" if self.came else b"" if self._patient else b"stopping before the first step\n"
+        self.came = self.came or number  # first of all: the next one may interrupt this
         if not _rank():
             with suppress(OSError):  # not print(): the thread that this interrupts may be within one
                 os.write(2, at_once or b"stopping after this step; once more to stop at once\n")
-        self.came = self.came or number
         if at_once:
             raise KeyboardInterrupt
 
