@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-NOISE = 4 << 20  # bytes that the rest of a process makes resident meanwhile, a ninth of a gradient
 CASES = {
     "cpu": ["cpu,1,keep,1.05", "cpu,1,recompute,1.1", "cpu,0,keep,1.05", "cpu,0,recompute,1.1"],
-    "sim": ["sim,1,keep,1.0", "sim,1,recompute,1.0", "sim,0,keep,1.3", "sim,0,recompute,1.0"],
+    "sim": ["sim,1,keep,1.0", "sim,1,recompute,1.0", "sim,0,keep,1.3", "sim,0,recompute,1.05"],
 }
 
 
@@ -28,5 +27,5 @@ def test_peaks_of_large_units_stay_within(tmp_path: Path, device: str) -> None:
     found = [json.loads(line) for line in done.stdout.splitlines()]
     for case, r in zip(CASES[device], found, strict=True):
         assert (r["passing"] > 0) == (",1," in case), case
-        assert all(r["peak"][tier] <= r["budget"][tier] + (NOISE if tier == "device" else 0) for tier in r["budget"]), (case, r)
+        assert all(r["peak"][tier] <= r["budget"][tier] for tier in r["budget"]), (case, r)
         assert r["peak"]["device"] > r["gradient"], "not as much as one gradient: the case counts nothing"

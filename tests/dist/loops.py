@@ -40,11 +40,12 @@ def batches(n: int) -> list[torch.Tensor]:
     return [torch.randint(0, 211, (ROWS, 12), generator=generator) for _ in range(n)]
 
 
-def plain(job: Job) -> Losses:
+def plain(job: Job, beside: Callable[[int], dict[str, Any]] = lambda step: {}) -> Losses:
+    """`beside`: what the forward of a step is given besides ids."""
     optimizer, losses = job.adamw(job.model.parameters(), weight_decay=0.1), []
-    for ids in batches(4):
+    for number, ids in enumerate(batches(4)):
         optimizer.zero_grad()
-        loss = job.model(job.mine(ids))
+        loss = job.model(job.mine(ids), **beside(number))
         loss.backward()
         losses.append(job.mean(loss))
         job.keep()
@@ -103,15 +104,7 @@ def frozen(job: Job) -> Losses:
 
 def unused(job: Job) -> Losses:
     """A unit that some steps use, on all ranks."""
-    optimizer, losses = job.adamw(job.model.parameters(), weight_decay=0.1), []
-    for number, ids in enumerate(batches(4)):
-        optimizer.zero_grad()
-        loss = job.model(job.mine(ids), side=number in (1, 2))
-        loss.backward()
-        losses.append(job.mean(loss))
-        job.keep()
-        optimizer.step()
-    return losses
+    return plain(job, lambda step: {"side": step in (1, 2)})
 
 
 def closure(job: Job) -> Losses:
