@@ -49,8 +49,8 @@ class Deep(nn.Module):
         return x
 
 
-def tiers(where: Path, device: int, width: int, passing: bool) -> offload.Tiers:
-    """Host memory for state to rest in but for some of it; where gradients pass, for much less."""
+def tiers(where: Path, device: int, width: int) -> offload.Tiers:
+    """Host memory for less than the state."""
     numel = DEPTH * width * width
     return offload.Tiers(device, 8 * MIB + numel * 7 // 2, [(str(where), 8 * MIB + 8 * numel)])
 
@@ -63,7 +63,7 @@ def least(where: Path, width: int, device: str, passing: bool, activations: str)
     while high - low > 1:
         middle = (low + high) // 2
         try:
-            planned(model, tiers(where, middle * MIB, width, passing), device, passing, activations)
+            planned(model, tiers(where, middle * MIB, width), device, passing, activations)
             high = middle
         except offload.PlanError:
             low = middle
@@ -79,9 +79,9 @@ def run(where: Path, width: int, device: str, passing: bool, activations: str, s
     budget = int(share * least(where, width, device, passing, activations))
     with torch.device("meta"):
         model = Deep(width)
-    plan = planned(model, tiers(where, budget, width, passing), device, passing, activations)
+    plan = planned(model, tiers(where, budget, width), device, passing, activations)
     updates: Any = "backward" if passing else "forward"
-    offload.prepare(model, tiers(where, budget, width, passing), device=device, precision=PRECISION, updates=updates, plan=plan)
+    offload.prepare(model, tiers(where, budget, width), device=device, precision=PRECISION, updates=updates, plan=plan)
     with offload.runtime(model) as runtime:
         runtime.start_early(DEPTH, keep_gradients=not passing)
         runtime.fill()  # which takes a unit more than the budgets
@@ -102,9 +102,16 @@ def forget() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+def compute(width: int) -> None:
+    """A block in plain torch, for which libraries make kernels that they keep."""
+    block = Block(width).bfloat16()
+    block(torch.ones(1, TOKENS, width, dtype=torch.bfloat16)).float().square().mean().backward()
+
+
 def case(where: Path, device: str, passing: str, activations: str, share: str) -> dict[str, Any]:
     how = device, passing == "1", activations, float(share)
     run(where, SMALL, *how)  # what is imported and made once is of the base
+    compute(LARGE)
     base.measure()
     return run(where, LARGE, *how)
 

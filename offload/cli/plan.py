@@ -55,11 +55,12 @@ def _placement(run: str, overrides: Sequence[str], ranks: int) -> dict[str, Any]
     check_environment()
     model_config = model.load_config(config.model)
     toy = model.Toy(model_config)
-    base = measure_base(toy.step)
+    measure_base(toy.step)
     device = compute_device(config.train.device)
     made = model.plan(model_config, config, device, toy.in_chunks, ranks=ranks)
     direct, accumulate = device == "cpu", config.data.accumulate
     found = estimate(model_config, config, made, toy.in_chunks, torch.device("cuda" if device == "cuda" else "cpu"))
+    base = measure_base()  # as a run does
     backward = config.updates_value(ranks) == "backward"
     made = found.fastest(made, direct=direct, accumulate=accumulate, early=backward)
     early = found.early(made, direct=direct, accumulate=accumulate) if backward else 0

@@ -17,7 +17,10 @@ _measured: list[int] = []
 
 
 def measure(step: Callable[[], None] | None = None) -> int:
-    """Runs `step` (a toy's training step, so that libraries have made what they keep), then takes resident memory as the base, in bytes."""
+    """Runs `step` (a toy's training step, so that libraries have made what they keep), then takes resident memory as the base, in bytes.
+
+    To be measured before there is state; again where libraries have come to keep more since.
+    """
     if step is not None:
         step()
     gc.collect()

@@ -21,13 +21,16 @@ class Freed(NamedTuple):
 
 def freed(plan: Plan) -> Freed:
     """What a plan has room for. Where it keeps nothing, what lies free in pieces too small to go back by themselves leaves room for the greatest of
-    what a unit adds, or half of what is free, whichever is more; without a batch it is not known what a unit adds."""
-    spare, work = plan.free_bytes // 2, plan.working
+    what a unit adds (beside activations, which fit in those pieces, where gradients do too), or half of what is free, whichever is more; without a
+    batch it is not known what a unit adds."""
+    spare, work, reused = plan.free_bytes // 2, plan.working, _reused(plan)
     if plan.batch is None:
-        return Freed(False, spare, _reused(plan))
+        return Freed(False, spare, reused)
     largest = demand.largest_kept([u.spec for u in plan.layouts], plan.batch, plan.compute)
-    surge = largest + work.logits + work.gradients + work.slack
-    return Freed(True, surge, _reused(plan)) if surge < spare else Freed(False, max(spare, work.logits + work.gradients), _reused(plan))
+    added = work.logits + work.gradients
+    if largest + added + work.slack < spare:
+        return Freed(True, largest + added + work.slack, reused)
+    return Freed(False, max(spare, added if reused else largest + added), reused)
 
 
 def _reused(plan: Plan) -> bool:

@@ -132,6 +132,7 @@ class Trainer:
 
         planned = model.plan(model_config, config, self._device, in_chunks, ranks=self._world.size, rank=self._world.rank)
         self._estimate = self._measured(model_config, planned, in_chunks)
+        base.measure()  # with the kernels that libraries have made by now for the shapes of the model's own units
         planned = self._fastest(planned)
         torch.manual_seed(seed_of(config.train.seed, self._world.rank))
         self._model: Any = offload.prepare(
