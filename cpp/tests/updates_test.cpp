@@ -194,6 +194,7 @@ void every_pattern_is_split_and_rebuilt() {
   ThreadPool two(2);
   constexpr std::size_t kAtOnce = 1 << 20;
   for (Level level : available_levels()) {
+    for (std::size_t n = 0; n < 100; ++n) split_patterns(0x12345678u, 0x9e3779b9u, n, level, two);  // ends of pairs
     const bool whole = !slow() && level == available_levels().front();
     const std::uint32_t step = whole ? 1 : 4099;
     for (std::uint64_t start = 0; start < std::uint64_t{1} << 32; start += std::uint64_t{kAtOnce} * step)

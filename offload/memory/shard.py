@@ -75,10 +75,10 @@ class Shard:
         return self.memory.data_ptr() + start
 
     def read_async(self, start: int, out: torch.Tensor) -> Transfer:
-        """Starts filling `out` (uint8, contiguous) with the bytes from `start` on; only for shards on NVMe."""
+        """Starts filling `out` (any dtype, contiguous) with the bytes from `start` on; only for shards on NVMe."""
         assert self.space is not None and self.extent is not None
         with self.space.stalls.waiting(NVME_READ):  # while more are queued than the drive's queue holds
-            return _Moving(self.space.read(self.extent, start, out.data_ptr(), out.numel(), keep=out), self.space.stalls, NVME_READ)
+            return _Moving(self.space.read(self.extent, start, out.data_ptr(), out.nbytes, keep=out), self.space.stalls, NVME_READ)
 
     def write_async(self, start: int, data: torch.Tensor) -> Transfer:
         assert self.space is not None and self.extent is not None
@@ -98,10 +98,10 @@ class Shard:
 
     def begin_read(self, start: int, out: torch.Tensor) -> Callable[[], None]:
         """As `read`, in this thread alone: what rests in memory is copied, the rest is there once the value was called."""
-        raw = out.view(-1).view(torch.uint8)
         check_process(self.owner)
         if self.memory is None:
-            return self.read_async(start, raw).wait
+            return self.read_async(start, out).wait
+        raw = out.view(-1).view(torch.uint8)
         _core.copy(raw.data_ptr(), self.memory[start : start + raw.numel()].data_ptr(), raw.numel(), 1)
         return lambda: None
 
