@@ -9,8 +9,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+from offload.observe.base import base_bytes
+from offload.train import loop
+from runs import SMALL
 
 CASES = {
     "cpu": ["cpu,1,keep,1.05", "cpu,1,recompute,1.1", "cpu,0,keep,1.05", "cpu,0,recompute,1.1"],
@@ -29,3 +35,17 @@ def test_peaks_of_large_units_stay_within(tmp_path: Path, device: str) -> None:
         assert (r["passing"] > 0) == (",1," in case), case
         assert all(r["peak"][tier] <= r["budget"][tier] for tier in r["budget"]), (case, r)
         assert r["peak"]["device"] > r["gradient"], "not as much as one gradient: the case counts nothing"
+
+
+def test_what_libraries_keep_for_the_shapes_of_blocks_is_in_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They make kernels for them, which a toy's shapes do not need: else these count as the device's."""
+    before, kept, estimate = [0], [], loop.estimate
+
+    def keeping(*given: Any, **how: Any) -> Any:
+        before[0] = base_bytes()
+        kept.append(torch.ones(64 << 20, dtype=torch.uint8))
+        return estimate(*given, **how)
+
+    monkeypatch.setattr(loop, "estimate", keeping)
+    summary = SMALL.train(tmp_path)
+    assert kept and summary["base_bytes"] - before[0] > 48 << 20

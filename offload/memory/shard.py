@@ -76,7 +76,9 @@ class Shard:
 
     def read_async(self, start: int, out: torch.Tensor) -> Transfer:
         """Starts filling `out` (any dtype, contiguous) with the bytes from `start` on; only for shards on NVMe."""
-        assert self.space is not None and self.extent is not None and out.is_contiguous()
+        assert self.space is not None and self.extent is not None
+        if not out.is_contiguous():  # what lies between its elements would be written over
+            raise ValueError(f"a shard is read into contiguous memory, not into shape {tuple(out.shape)} with strides {out.stride()}")
         with self.space.stalls.waiting(NVME_READ):  # while more are queued than the drive's queue holds
             return _Moving(self.space.read(self.extent, start, out.data_ptr(), out.nbytes, keep=out), self.space.stalls, NVME_READ)
 

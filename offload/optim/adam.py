@@ -96,13 +96,20 @@ class Adam(torch.optim.Optimizer):
                 engine.early.verify(self._hypers_now(chosen.get(engine, ())))
             for engine, part in chosen.items():
                 engine.gradients.adopt([record for record, _ in part])
-            self._unscale(chosen)
+            factor = self._inverse_scale()
+            _scale(chosen, factor)  # gradients are read without the loss scale from here on, as after torch's own step
             if self._all_finite(chosen):
-                for engine in engines:
-                    if engine in chosen:
-                        self._update(engine, chosen[engine])
-                    else:
-                        engine.early.skip("no parameter has a gradient")
+                left = dict(chosen)
+                try:
+                    for engine in engines:
+                        if engine in chosen:
+                            self._update(engine, chosen[engine])
+                            del left[engine]
+                        else:
+                            engine.early.skip("no parameter has a gradient")
+                except ConfigError:  # ranks would not have updated alike: a step that is tried again unscales again
+                    _scale(left, 1 / factor)
+                    raise
             for engine, part in chosen.items():
                 engine.gradients.entries.stepped(record for record, _ in part)
         return loss
@@ -155,12 +162,6 @@ class Adam(torch.optim.Optimizer):
                     _check_values(record, self.state[p])
                 chosen.setdefault(engine, []).append((record, group))
         return chosen
-
-    def _unscale(self, chosen: dict[Engine, list[tuple[Record, _Group]]]) -> None:
-        """Gradients read without the loss scale from here on, as after torch's own step."""
-        factor = self._inverse_scale()
-        for engine, part in chosen.items():
-            engine.gradients.scale((record for record, _ in part), factor)
 
     def _inverse_scale(self) -> float:
         scale = getattr(self, "grad_scale", None)
@@ -331,6 +332,11 @@ def _home(p: torch.Tensor) -> tuple[Engine, Record]:
     if not record.trained:
         raise ConfigError(f"parameter {record.name} was frozen when prepare() ran, so it has no moments; set requires_grad before prepare()")
     return home
+
+
+def _scale(chosen: dict[Engine, list[tuple[Record, _Group]]], factor: float) -> None:
+    for engine, part in chosen.items():
+        engine.gradients.scale((record for record, _ in part), factor)
 
 
 def _rests(values: _Values, record: Record, role: str) -> bool:

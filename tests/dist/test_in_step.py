@@ -80,6 +80,13 @@ optimizer.param_groups[0]["params"] = kept if rank else kept[1:]
 out["parameters"] = refused(optimizer.step)
 optimizer.param_groups[0]["params"] = kept
 out["unchanged"] = offload.runtime(model).digest() == before
+optimizer.grad_scale, optimizer.found_inf = torch.tensor(1024.0), torch.zeros(())  # as GradScaler.step gives them
+gradient = model.embed.weight.grad.clone()
+optimizer.param_groups[0]["lr"] = 1e-2 * (1 + rank)
+out["scaled"] = refused(optimizer.step)
+out["gradient unchanged"] = torch.equal(model.embed.weight.grad, gradient)
+optimizer.param_groups[0]["lr"] = 1e-2
+del optimizer.grad_scale, optimizer.found_inf
 optimizer.step()
 optimizer.zero_grad()
 step(model, optimizer, 2)
@@ -115,6 +122,7 @@ def test_what_differs_is_said_at_once_on_all_ranks_and_changes_nothing(tmp_path:
     assert "embed.weight with grad_scale = 1.0 on rank 0 and 0.5 on rank 1" in first["factors"] and "updated nothing" in first["factors"]
     assert "would update embed.weight on rank 1 and not on rank 0" in first["parameters"]
     assert first["unchanged"] is True
+    assert "with lr = 0.01 on rank 0" in first["scaled"] and first["gradient unchanged"] is True, "a step tried again would unscale twice"
 
 
 ALONE = (
