@@ -8,7 +8,9 @@ reads, writes and both at once by a swap file, over what was written before; and
 cache and synchronise it, 8 MiB at a time, or 4 MiB by four threads into space that was reserved.
 The bound is the bytes over the best of these rates of writing, by which both ways are judged. Where state rests on NVMe, a save reads it from the
 same drive as well: the bound is then the most of read/R, written/W and (read + written)/X, X being the total while reading and writing at once.
-`ratio_to_new_file`: of a save to a new file to the better of the plain programs, or to the bound where that is more.
+`ratio_to_new_file`: of a save to a new file to the better of the plain programs that write one as large, four more threads of which read as much as
+the save does from a file on the same drive; or to the bound where that is more. Blocks that no file had before can be slower to write: a drive that
+was told that they are free (mounted with "discard") has to find room for them again.
 """
 
 from __future__ import annotations
@@ -69,29 +71,45 @@ def trained(layers: int, place: str, precision: offload.Precision, where: Path) 
     return model, optimizer, DEVICE + host
 
 
-def plain_seconds(path: Path, nbytes: int, memory: memoryview, threads: int = 1) -> float:
-    """A new file of so many bytes, past the page cache where that is to be had, until it is on the drive. Of several threads each has a write under
-    way, into space that was reserved before."""
+def opened(path: Path, flags: int) -> int:
+    """Past the page cache where that is to be had."""
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
+        return os.open(path, flags | os.O_DIRECT)
     except OSError:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT)
+        return os.open(path, flags & ~os.O_EXCL)  # it is made before it is refused
+
+
+def plain_seconds(path: Path, nbytes: int, memory: memoryview, threads: int = 1, source: Path | None = None, read: int = 0) -> float:
+    """A new file of so many bytes, past the page cache where that is to be had, until it is on the drive. Of several threads each has a write under
+    way, into space that was reserved before; as many read `read` bytes of the file `source` meanwhile."""
+    file = opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    other = opened(source, os.O_RDONLY) if source is not None else None
     block = BLOCK if threads == 1 else BLOCK // 2
+    buffers = [memoryview(mmap.mmap(-1, block)) for _ in range(threads)]
 
     def write(at: int) -> None:
         os.pwrite(file, memory[at % len(memory) :][:block], at)
+
+    def fetch(thread: int) -> None:
+        for at in range(thread * block, read, threads * block):
+            os.preadv(other, [buffers[thread]], at % PROBE)
 
     try:
         start = time.perf_counter()
         if threads > 1:
             os.posix_fallocate(file, 0, nbytes)
-        with ThreadPoolExecutor(threads) as pool:
+        with ThreadPoolExecutor(threads) as pool, ThreadPoolExecutor(threads) as reading:
+            fetched = [reading.submit(fetch, thread) for thread in range(threads)] if other is not None else []
             for _ in pool.map(write, range(0, nbytes, block)):
                 pass
+            for future in fetched:
+                future.result()
         os.fsync(file)
         return time.perf_counter() - start
     finally:
         os.close(file)
+        if other is not None:
+            os.close(other)
         path.unlink()
 
 
@@ -140,6 +158,7 @@ def row(name: str, given: argparse.Namespace, where: Path, probe: measure.SwapPr
             saves["run"]()
         calls: dict[str, Any] = {op: lambda op=op: probe.seconds(op) for op in measure.SWAP_OPS}
         calls |= {f"plain {n}": lambda n=n: plain_seconds(where / "plain", written, memory, n) for n in PLAIN}
+        calls["plain, reading"] = lambda: plain_seconds(where / "plain", written, memory, PLAIN[-1], where / "probe", read)
         taken = measure.turns(calls | {way: lambda save=save: timed(save) for way, save in saves.items()}, given.rounds)
     finally:
         runtime.close()
@@ -148,12 +167,13 @@ def row(name: str, given: argparse.Namespace, where: Path, probe: measure.SwapPr
     rates = {op: measure.rate(PROBE, taken[op]) for op in measure.SWAP_OPS}
     rates |= {f"plain {n}": measure.rate(written, taken[f"plain {n}"]) for n in PLAIN}
     new_file = max(rates[f"plain {n}"] for n in PLAIN)
+    plain = statistics.median(taken["plain, reading"]) if read else written / new_file / 1e9
     reading = max(read / rates["read"], (read + written) / rates["mixed"] if read else 0.0) / 1e9
     bound = max(reading, written / max(rates["write"], new_file) / 1e9)
     seconds = {way: statistics.median(taken[way]) for way in saves}
     ratios = {way: taken_seconds / bound for way, taken_seconds in seconds.items()}
     return {
-        "seconds": seconds, "bound_seconds": bound, "ratio": ratios, "ratio_to_new_file": seconds["new"] / max(bound, written / new_file / 1e9),
+        "seconds": seconds, "bound_seconds": bound, "ratio": ratios, "plain_seconds": plain, "ratio_to_new_file": seconds["new"] / max(bound, plain),
         "bytes_written": written, "bytes_read": read, "gb_per_second": rates, "saves": {way: taken[way] for way in saves},
         "resident_beside_base": max(peaks), "budgets": budgets, "within_budgets": max(peaks) <= budgets,
         "within_bound": {way: ratio <= LIMIT for way, ratio in ratios.items()},
