@@ -6,11 +6,12 @@ A model of bare 2048 x 2048 layers with random masters and moments is saved in t
 run that keeps two checkpoints does from its third save on, over the file of the one that was deleted last. They take turns with probes of the drive:
 reads, writes and both at once by a swap file, over what was written before; and plain programs that write as many bytes to a new file past the page
 cache and synchronise it, 8 MiB at a time, or 4 MiB by four threads into space that was reserved.
-The bound is the bytes over the best of these rates of writing, by which both ways are judged. Where state rests on NVMe, a save reads it from the
-same drive as well: the bound is then the most of read/R, written/W and (read + written)/X, X being the total while reading and writing at once.
-`ratio_to_new_file`: of a save to a new file to the better of the plain programs that write one as large, four more threads of which read as much as
-the save does from a file on the same drive; or to the bound where that is more. Blocks that no file had before can be slower to write: a drive that
-was told that they are free (mounted with "discard") has to find room for them again.
+The bound is the bytes over the best of these rates of writing. Where state rests on NVMe, a save reads it from the same drive as well: the bound is
+then the most of read/R, written/W and (read + written)/X, X being the total while reading and writing at once. Each save is set against the bound by
+the probes of its own round; ratios are medians.
+Blocks that no file had before can be slower to write: a drive that was told that they are free ("discard") has to find room for them again. So a save
+to a new file is judged by the better of the plain programs that write one as large, and read as much as it does from another file meanwhile, or by
+the bound where that is more: "new, to plain".
 """
 
 from __future__ import annotations
@@ -164,20 +165,24 @@ def row(name: str, given: argparse.Namespace, where: Path, probe: measure.SwapPr
         runtime.close()
         for left in (target, where / "run"):
             shutil.rmtree(left, ignore_errors=True)
-    rates = {op: measure.rate(PROBE, taken[op]) for op in measure.SWAP_OPS}
-    rates |= {f"plain {n}": measure.rate(written, taken[f"plain {n}"]) for n in PLAIN}
-    new_file = max(rates[f"plain {n}"] for n in PLAIN)
-    plain = statistics.median(taken["plain, reading"]) if read else written / new_file / 1e9
-    reading = max(read / rates["read"], (read + written) / rates["mixed"] if read else 0.0) / 1e9
-    bound = max(reading, written / max(rates["write"], new_file) / 1e9)
-    seconds = {way: statistics.median(taken[way]) for way in saves}
-    ratios = {way: taken_seconds / bound for way, taken_seconds in seconds.items()}
+    plain = ["plain, reading"] if read else [f"plain {n}" for n in PLAIN]
+    rounds = [{name: times[i] for name, times in taken.items()} for i in range(given.rounds)]
+    bounds = [bound_seconds(seconds, read, written) for seconds in rounds]
+    to_new_file = [max(bound, min(seconds[name] for name in plain)) for bound, seconds in zip(bounds, rounds, strict=True)]
+    ratios = {way: 1 / measure.ratio(taken[way], bounds) for way in saves} | {"new, to plain": 1 / measure.ratio(taken["new"], to_new_file)}
     return {
-        "seconds": seconds, "bound_seconds": bound, "ratio": ratios, "plain_seconds": plain, "ratio_to_new_file": seconds["new"] / max(bound, plain),
-        "bytes_written": written, "bytes_read": read, "gb_per_second": rates, "saves": {way: taken[way] for way in saves},
-        "resident_beside_base": max(peaks), "budgets": budgets, "within_budgets": max(peaks) <= budgets,
-        "within_bound": {way: ratio <= LIMIT for way, ratio in ratios.items()},
+        "seconds": {name: statistics.median(taken[name]) for name in (*saves, *plain)}, "bound_seconds": statistics.median(bounds), "ratio": ratios,
+        "bytes_written": written, "bytes_read": read,
+        "gb_per_second": {name: measure.rate(PROBE if name in measure.SWAP_OPS else written, taken[name]) for name in taken if name not in saves},
+        "rounds": rounds, "resident_beside_base": max(peaks), "budgets": budgets, "within_budgets": max(peaks) <= budgets,
+        "within_bound": {"new": ratios["new, to plain"] <= LIMIT, "run": ratios["run"] <= LIMIT},
     }  # fmt: skip
+
+
+def bound_seconds(seconds: dict[str, float], read: int, written: int) -> float:
+    """By what the probes of one round took."""
+    writing = written * min(seconds["write"] / PROBE, *(seconds[f"plain {n}"] / written for n in PLAIN))
+    return max(writing, read * seconds["read"] / PROBE, (read + written) * seconds["mixed"] / PROBE if read else 0.0)
 
 
 def main() -> None:
@@ -203,9 +208,10 @@ def main() -> None:
     _result.finish({"layers": given.layers, "limit": LIMIT, "forms": rows}, given)
     if not given.json:
         for name, r in rows.items():
-            ways = ", ".join(f"{way} in {r['seconds'][way]:.2f} s: {r['ratio'][way]:.3f}" for way in r["seconds"])
-            print(f"{name}: {r['bytes_written'] / 1e9:.2f} GB, bound {r['bound_seconds']:.2f} s; {ways}; to a plain new file "
-                  f"{r['ratio_to_new_file']:.3f}; {r['resident_beside_base'] / MIB:.0f} of {r['budgets'] / MIB:.0f} MiB")  # fmt: skip
+            ways = ", ".join(f"{way} {seconds:.2f} s" for way, seconds in r["seconds"].items())
+            print(f"{name}: {r['bytes_written'] / 1e9:.2f} GB, bound {r['bound_seconds']:.2f} s; {ways}; "
+                  f"{r['resident_beside_base'] / MIB:.0f} of {r['budgets'] / MIB:.0f} MiB")  # fmt: skip
+            print("   ratios " + ", ".join(f"{way} {ratio:.3f}" for way, ratio in r["ratio"].items()))
             print("   " + ", ".join(f"{what} {rate:.2f}" for what, rate in r["gb_per_second"].items()) + " GB/s")
     short = [name for name, r in rows.items() if not (all(r["within_bound"].values()) and r["within_budgets"])]
     if short:
