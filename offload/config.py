@@ -231,7 +231,7 @@ class ModelTable(_Table):
     @model_validator(mode="after")
     def _one_of(self) -> ModelTable:
         if (self.path is None) == (self.type is None):
-            raise ValueError("give either model.path or model.type")
+            raise ValueError(f"give either model.path or model.type; {'neither is' if self.path is None else 'both are'} there")
         if self.path is not None and self.config:
             raise ValueError("model.config goes with model.type; with model.path the directory's own is used")
         _check_setting("model.config", self.config)
@@ -459,7 +459,9 @@ def _explain(error: ValidationError) -> str:
     first = next((d for d in details if d["type"] == "extra_forbidden"), details[0])  # a misspelt key also goes missing: name the misspelling
     loc = ".".join(named(str(x)) for x in first["loc"] if not str(x).endswith("]"))
     more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
-    message = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ").replace(" after validation", "")
+    if first["type"] in ("dict_type", "model_type"):  # as of '{key=text}', when a shell took the quotes
+        message = f"input should be a table; --set {loc}.KEY=VALUE sets one of its keys"
     if first["type"] == "extra_forbidden":
         return _unknown(loc) + more
     if first["type"] == "missing":

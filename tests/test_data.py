@@ -272,3 +272,14 @@ def test_a_run_directory_is_taken_once_and_replaced(tmp_path: Path) -> None:
         RunDirectory(tmp_path / "run")
     with pytest.raises(ConfigError, match="cannot write"):
         RunDirectory(tmp_path / "run/thesis.tex")
+
+
+def test_a_run_does_not_lie_among_the_checkpoints_of_another(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run/checkpoints/step-00000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("")
+    (tmp_path / "run/config.toml").write_text("")
+    for inside in (checkpoint, checkpoint.parent, checkpoint.with_name("step-00000003")):
+        with pytest.raises(ConfigError, match=f"is among the checkpoints of the run in {tmp_path}/run: --resume {tmp_path}/run goes on"):
+            RunDirectory(inside)
+    assert [p.name for p in checkpoint.parent.iterdir()] == [checkpoint.name] and [p.name for p in checkpoint.iterdir()] == ["manifest.json"]

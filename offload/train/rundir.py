@@ -43,6 +43,7 @@ class RunDirectory:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         try:
+            self._refuse_inside()
             if self.path.is_dir():
                 self._refuse_strangers()
             make(self.path)
@@ -61,12 +62,22 @@ class RunDirectory:
     def _unwritable(self, error: OSError) -> ConfigError:
         return ConfigError(f"cannot write a run to {self.path}: {error.strerror or error}; make room there or mend it, or give another directory")
 
+    def _refuse_inside(self) -> None:
+        """A checkpoint, or the directory that has them, is given where a run's is meant; nor is a run to lie among them."""
+        path = self.path.absolute()
+        for run in path.parents[:2]:
+            if path.relative_to(run).parts[0] == CHECKPOINTS and os.path.isfile(run / "config.toml"):
+                raise ConfigError(
+                    f"{self.path} is among the checkpoints of the run in {run}: --resume {run} goes on from the newest of them; or give another "
+                    "directory"
+                )
+
     def _refuse_strangers(self) -> None:
         others = sorted(name for name in os.listdir(self.path) if not _own(name))
         if others:
             raise ConfigError(
                 f"{self.path} holds {others[0]!r}, which is no part of a run that may be replaced or gone on with: move it away, "
-                "or give another --out"
+                "or give another directory"
             )
 
     def _take(self) -> None:
