@@ -85,7 +85,9 @@ def plan(
     ctx: typer.Context,
     run: Annotated[str | None, typer.Argument(metavar="[RUN.toml]", help="the run file to plan for")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE ...", help="replaces a key of the run file")] = None,
-    params: Annotated[float | None, typer.Option(help="number of parameters, instead of a run file: arithmetic alone (--set precision.*)")] = None,
+    params: Annotated[
+        float | None, typer.Option(help="number of parameters, as 70e9, instead of a run file: arithmetic alone (--set precision.*)")
+    ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="how many train together; figures are one's")] = 1,
     stage: Annotated[
         int | None, typer.Option(min=0, max=3, help="of several ranks: 1 divides optimizer state, 2 gradients too, 3 parameters too (the default)")

@@ -20,8 +20,8 @@ def _arithmetic(params: float, ranks: int, stage: int, replicate: int, precision
     from offload.planner.form import StateForm
     from offload.planner.layout import DTYPE_BYTES
 
-    if not math.isfinite(params) or params <= 0:
-        raise ConfigError(f"--params {params}: give a number above 0, as 70e9")
+    if not math.isfinite(params) or params < 1:
+        raise ConfigError(f"--params {params}: give a number of 1 or more, as 70e9")
     count = int(params)
     parameter, gradient, optimizer = (
         count * DTYPE_BYTES[precision.compute], count * DTYPE_BYTES[precision.grad], StateForm.of(precision).nbytes(count)

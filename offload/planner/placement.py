@@ -231,13 +231,18 @@ def human(n: int, rounding: Callable[[float], float] = round) -> str:
     return f"{rounding(n / size * 10**digits) / 10**digits:.{digits}f} {name}"
 
 
+def _explain_working(work: demand.Working) -> str:
+    parts = f"activations {human(work.activations)}, logits {human(work.logits)}, gradients {human(work.gradients)}"
+    return parts + f", allocator's slack {human(work.slack)}"
+
+
 def _explain_batch(over: int, tier: str, plan: Plan) -> str:
     """A plan that was made without a batch is `over` bytes short on one tier with this one."""
     work, batch = plan.working, plan.batch
     assert batch is not None
     if tier == "device":
         need, beside = work.total, "state and slots"
-        parts = f"activations {human(work.activations)}, logits {human(work.logits)}, gradients {human(work.gradients)}"
+        parts = _explain_working(work)
     else:
         need, beside = plan.boundaries.by_tier[tier], "state" if tier == "nvme" else "state and staging buffers"
         parts = f'boundary activations under activations = "{plan.activations}"'
@@ -550,9 +555,7 @@ def _explain(request: Request, short: _Refusal) -> str:
     cap, work = request.capacities, short.work
     have = cap.by_tier
     if short.tier == "device":
-        parts = (
-            f"slots {human(sum(short.slots))}, activations {human(work.activations)}, logits {human(work.logits)}, gradients {human(work.gradients)}"
-        )
+        parts = f"slots {human(sum(short.slots))}, {_explain_working(work)}"
         if request.fixed("device"):
             parts += f", state placed there {human(request.fixed('device'))}"
         what = f" ({parts})"
