@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -381,3 +382,91 @@ def test_compiled_models(tmp_path: Path, way: str, mode: str, device: str) -> No
         got = losses(compiled if way == "the model" else model, offload.optim.AdamW(model.parameters(), lr=1e-2))
         assert got == pytest.approx(want, rel=1e-5)
         assert M.at_rest(model)
+
+
+@dataclasses.dataclass
+class _Plain:
+    table: torch.Tensor
+    more: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Slotted:
+    table: torch.Tensor
+    more: Any = None
+
+
+class _Named(dict[str, Any]):
+    pass
+
+
+class _Listed(list[Any]):
+    pass
+
+
+class _Fixed(tuple[Any, ...]):
+    pass
+
+
+HOLDERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "data class": (_Plain, lambda out: out.table),
+    "frozen with slots": (_Slotted, lambda out: out.table),
+    "inside": (lambda x: {"a": _Slotted(x[:0], [_Plain(x)])}, lambda out: out["a"].more[0].table),
+    "dict": (lambda x: _Named(table=x), lambda out: out["table"]),
+    "list": (lambda x: _Listed([x]), lambda out: out[0]),
+    "fixed": (lambda x: _Fixed([x]), lambda out: out[0]),
+}
+
+
+class _Returning(nn.Module):
+    """Its first module returns a view of its parameter in what `put` makes; `get` finds it there."""
+
+    def __init__(self, holder: str) -> None:
+        super().__init__()
+        self.table, (put, self.get) = nn.Linear(16, 16), HOLDERS[holder]
+        self.table.forward = lambda x: put(self.table.weight[: len(x)])  # type: ignore[method-assign]
+        self.blocks = M.Order()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.table(x)
+        return self.blocks(x) + self.get(out)
+
+
+@pytest.mark.parametrize("holder", [h for h in HOLDERS if h != "fixed"])
+def test_view_of_a_parameter_in_an_output_of_any_class(tmp_path: Path, holder: str) -> None:
+    """What a module returns outlives its slot, also in a class that torch's pytree takes for a leaf."""
+    loss = lambda m: M.mean_square(m, X)  # noqa: E731
+    assert not M.wrong_gradients(lambda: _Returning(holder), loss, M.tiers(tmp_path), place={"parameter": "nvme"}, device="sim", slots=1)
+
+
+def test_view_of_a_parameter_in_what_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    with (
+        M.prepared(M.seeded(lambda: _Returning("fixed")), M.tiers(tmp_path), place={"parameter": "nvme"}, device="sim") as model,
+        pytest.raises(offload.OffloadError, match="a _Fixed, where no copy"),
+    ):
+        model(X)
+
+
+def test_a_leaf_that_units_hand_on_keeps_its_hooks(tmp_path: Path) -> None:
+    """An input that needs a gradient and is returned as it came gets no hook at each forward."""
+
+    class Handing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+            return super().forward(x), x
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Handing(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y, x = self.first(x)
+            return self.second(y) + x
+
+    x, plain = X.clone().requires_grad_(), M.seeded(Root)
+    want = torch.autograd.grad(M.mean_square(plain, x), x)[0]
+    with M.prepared(M.seeded(Root), M.tiers(tmp_path), precision=M.FP32) as model:
+        for _ in range(3):
+            x.grad = None
+            M.mean_square(model, x).backward()
+            assert torch.equal(x.grad, want) and not x._backward_hooks

@@ -327,6 +327,18 @@ def test_gradients_added_by_hand_from_autograd_grad(prepared: Prepared) -> None:
     both(prepared, act)
 
 
+def test_what_autograd_grad_gave_is_added_in_the_parameters_dtype(prepared: Prepared) -> None:
+    """Gradients that were computed in bf16 read as fp32, and so do their sums, in place or not."""
+    twin = prepared(net(), precision=BF16)
+    wanted = list(twin.parameters())
+    first, second = (torch.autograd.grad(twin(ids(seed)), wanted) for seed in (1, 2))
+    for a, b in zip(first, second, strict=True):
+        want = a.clone() + b.clone()
+        assert torch.equal(a + b, want)
+        assert torch.equal(a.add_(b), want)
+        assert torch.equal(a.div_(3), want / 3)
+
+
 def test_autograd_grad_of_unused_parameters(prepared: Prepared) -> None:
     twin = prepared(Bag(a=nn.Parameter(noise((3,))), b=nn.Parameter(noise((3,)))))
     a, b = torch.autograd.grad(twin.a.sum(), [twin.a, twin.b], allow_unused=True)

@@ -507,3 +507,18 @@ def test_one_optimizer_over_two_models(prepared: Prepared) -> None:
             opt.step()
     for twin, model in zip(twins, models, strict=True):
         parameters_near(twin, model, 3, 2e-2)
+
+
+@everywhere
+def test_a_graph_over_a_parameter_at_rest_notices_a_step(prepared: Prepared, device: str, place: str) -> None:
+    """As with torch, whose step changes what the graph has saved: its gradient would be that of other values."""
+    for model, make in ((net(), torch.optim.AdamW), (prepared(net(), place, device), offload.optim.AdamW)):
+        opt = make(model.parameters())
+        penalty = torch.stack([p.square().sum() for p in model.parameters()]).sum()
+        (model(ids()) + penalty).backward(retain_graph=True)
+        opt.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            penalty.backward()
+        opt.zero_grad()
+        torch.stack([p.square().sum() for p in model.parameters()]).sum().backward()
+        opt.step()

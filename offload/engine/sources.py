@@ -169,14 +169,14 @@ class Contribution:
             self.landed.write(value)
         else:
             assert self.value is not None
-            self.value = value.to(device=self.value.device, dtype=self.value.dtype, copy=True)
+            self.value = value.to(device=self.value.device, copy=True)  # in the parameter's dtype, as a gradient that takes its place
 
     def describe(self) -> str:
         return f"gradient of {self.record.name}"
 
     def plus(self, other: Any) -> Contribution | None:
-        if not isinstance(other, Contribution) or other.record is not self.record:
-            return None
+        if not isinstance(other, Contribution) or other.record is not self.record or torch._C._current_graph_task_id() < 0:
+            return None  # what autograd.grad gave is added as it reads, in the parameter's dtype
         first, second = (self, other) if self.landed is not None else (other, self)
         if first.landed is not None and second.value is not None:
             first.landed.check()

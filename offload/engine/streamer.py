@@ -17,9 +17,9 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from offload.engine.atrest import AtRest
 from offload.engine.binding import Entry, Watch, bind, unbind
 from offload.engine.buffers import Buffers
 from offload.engine.caches import as_they_are
+from offload.engine.containers import replaced, tensors
 from offload.engine.eager import compiled_by, compiler, eager
 from offload.engine.early import Early
 from offload.engine.functions import in_backward, in_forward
@@ -198,7 +199,7 @@ class Streamer:
             hooks = unit_module._forward_pre_hooks
             hooks[handle.id] = hooks.pop(handle.id)
         if self.unplanned:
-            self.on_root(list(_tensors((args, kwargs))))
+            self.on_root(list(tensors((args, kwargs))))
         return _to_device(args, self.slots), _to_device(kwargs, self.slots)
 
     def _enter(self, module: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Any, Any] | None:
@@ -211,7 +212,7 @@ class Streamer:
             if not self._calls and torch.is_grad_enabled():
                 self.gradients.entries.new_forward()
                 if self.unplanned:  # it was not the root that was called, or nothing was given to it
-                    self.on_root(list(_tensors((args, kwargs))))
+                    self.on_root(list(tensors((args, kwargs))))
             if self._with_gradients and not torch.is_grad_enabled() and in_forward():
                 self.early.hidden.update(self.owners[number])
             self.order.computed(self.owners[number])
@@ -250,16 +251,16 @@ class Streamer:
         call = next((c for c in reversed(self._calls) if c.unit == number), None)
         if module not in self.units[number].modules or call is None:
             return None  # its pre-hook did not get so far
-        escaping = any(self._on_device(t) for t in _tensors(output))
+        escaping = any(self._on_device(t) for t in tensors(output))
         if escaping:  # a view of a parameter would not outlive its slot
-            output = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) and self._on_device(t) else t, output)
+            output = replaced(output, self._on_device, torch.clone)
         self._end_from(call)
         if output is not None:
             self._check_unwritten(call)
         if output is not None and torch.is_grad_enabled():
             mark = self.activations.mark
-            for tensor in _tensors(output):
-                if tensor.requires_grad:
+            for tensor in tensors(output):
+                if tensor.requires_grad and not tensor.is_leaf:  # an input handed on begins no backward of a unit's
                     tensor.register_hook(lambda grad, u=number, rebind=call.within_checkpoint: self._enter_backward(u, rebind, mark))
         return output if escaping else None
 
@@ -545,20 +546,6 @@ def _arrival(number: int, gradients: Gradients) -> Callable[[torch.Tensor], None
             there.came(there.records[number])
 
     return arrived
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _tensors(value)
-    elif is_dataclass(tree) and not isinstance(tree, type):
-        for value in vars(tree).values():
-            yield from _tensors(value)
 
 
 def _to_device(tree: Any, slots: Slots) -> Any:

@@ -186,6 +186,8 @@ class Adam(torch.optim.Optimizer):
     def _update(self, engine: Engine, part: list[tuple[Record, _Group]]) -> None:
         steps = [self._next_step(r) if engine.early.started(r.unit) else self._begin(engine, r) for r, _ in part]
         engine.update({record.number: _hyper(group, step) for (record, group), step in zip(part, steps, strict=True)})
+        # A graph that saved one at rest, used outside of its module, finds it changed, as after torch's own step.
+        torch.autograd.graph.increment_version([record.parameter for record, _ in part if not record.parameter.is_inference()])
         for (record, _), step in zip(part, steps, strict=True):
             self._note(engine, record, step)
 
