@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,10 +158,12 @@ def row(name: str, given: argparse.Namespace, where: Path, probe: measure.SwapPr
         written, read = sum(f.stat().st_size for f in target.iterdir()), runtime.stats()["moved_bytes"]["nvme_read"] - before
         for _ in range(3):
             saves["run"]()
-        calls: dict[str, Any] = {op: lambda op=op: probe.seconds(op) for op in measure.SWAP_OPS}
-        calls |= {f"plain {n}": lambda n=n: plain_seconds(where / "plain", written, memory, n) for n in PLAIN}
-        calls["plain, reading"] = lambda: plain_seconds(where / "plain", written, memory, PLAIN[-1], where / "probe", read)
-        taken = measure.turns(calls | {way: lambda save=save: timed(save) for way, save in saves.items()}, given.rounds)
+        calls: dict[str, Callable[[], float]] = {op: partial(probe.seconds, op) for op in measure.SWAP_OPS}
+        calls["run"] = partial(timed, saves["run"])  # before files are deleted, which a drive is busy with for a while
+        calls |= {f"plain {n}": partial(plain_seconds, where / "plain", written, memory, n) for n in PLAIN}
+        if read:
+            calls["plain, reading"] = partial(plain_seconds, where / "plain", written, memory, PLAIN[-1], where / "probe", read)
+        taken = measure.turns(calls | {"new": partial(timed, saves["new"])}, given.rounds)
     finally:
         runtime.close()
         for left in (target, where / "run"):
