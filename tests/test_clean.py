@@ -86,6 +86,23 @@ def test_a_run_directorys_swap_directories(tmp_path: Path, capsys: Said) -> None
     assert [f["path"] for f in clean(capsys, tmp_path / "run")["removed"]] == [str(p) for p in dead]
 
 
+def test_what_a_live_run_removes_meanwhile_counts_nothing(tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    (run / ".saving/step-00000004").mkdir(parents=True)
+    SMALL.but(tiers={"nvme": None}).write(run, "config.toml")
+    monkeypatch.setattr(files.os, "walk", lambda path: [(str(path), ["new"], ["gone"])])
+    with RunDirectory(run):
+        (left,) = clean(capsys, run)["left"]
+    assert left["why"] == "in use by a live run" and int(str(left["bytes"])) <= 4096
+
+
+def test_copies_of_users_are_no_checkpoints_of_a_run(tmp_path: Path) -> None:
+    names = ("step-00000002", "step-00000010", "step-100000000", "step-00000010.bak", "step-2")
+    for name in names:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert [p.name for p in files.checkpoints(str(tmp_path))] == list(names[:3])
+
+
 def test_what_a_killed_run_left_of_saves(tmp_path: Path, capsys: Said) -> None:
     """The one to write over next, and what was begun; not what another still has, nor what is the only copy."""
     run, saving = tmp_path / "run", tmp_path / "run/.saving"

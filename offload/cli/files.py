@@ -5,13 +5,17 @@ from __future__ import annotations
 import fcntl
 import importlib
 import os
+import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from offload.cli.app import emit
 from offload.config import RunConfig, format_size
 from offload.errors import CheckpointError, ConfigError
+
+_STEP = re.compile(r"step-([0-9]{8,})")  # as runs name them
 
 
 def checkpoints(directory: str) -> list[Path]:
@@ -22,7 +26,8 @@ def checkpoints(directory: str) -> list[Path]:
     if not os.path.isfile(path / "config.toml") and not os.path.isdir(path / "checkpoints"):
         return [path]
     try:
-        found = sorted(p for p in (path / "checkpoints").iterdir() if p.is_dir() and p.name.startswith("step-"))
+        named = ((p, _STEP.fullmatch(p.name)) for p in (path / "checkpoints").iterdir() if p.is_dir())
+        found = [p for _, p in sorted((int(step[1]), p) for p, step in named if step)]
     except FileNotFoundError:
         found = []
     except OSError as error:
@@ -93,16 +98,25 @@ def _saving(run: Path) -> list[tuple[Path, int, str]]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             live = True
-        for path in sorted(saving.iterdir()):
+        for path in sorted(saving.iterdir()) if saving.is_dir() else ():
             why = "in use by a live run" if live else "in use by a save" if disk.is_busy(path) else ""
             if disk.aside(run / "checkpoints" / path.name, saving) is not None:
                 why = "the only copy of a checkpoint: --resume puts it back"
-            nbytes = sum(file.lstat().st_blocks * 512 for file in (path, *path.rglob("*")))
+            nbytes = _bytes(path)
             if not why:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             found.append((path, nbytes, why))
         disk.tidy(saving)
     return found
+
+
+def _bytes(path: Path) -> int:
+    """What a file or directory takes, which a live run may be about to rename or remove."""
+    total, inside = 0, (os.path.join(top, name) for top, names, files in os.walk(path) for name in (*names, *files))
+    for file in (path, *inside):
+        with suppress(FileNotFoundError):
+            total += os.lstat(file).st_blocks * 512
+    return total
 
 
 def clean_command(directory: str, as_json: bool) -> int:
