@@ -2,16 +2,16 @@
 
     .venv/bin/python bench/save.py [--layers 32] [--rounds 7] [--where DIR] [--only nvme] [--json] [--out bench/results/save.json]
 
-A model of bare 2048 x 2048 layers with random masters and moments is saved in two ways: "new", to a new directory by `offload.save`, and "run", as a
-run that keeps two checkpoints does from its third save on, over the file of the one that was deleted last. They take turns with probes of the drive:
-reads, writes and both at once by a swap file, over what was written before; and plain programs that write as many bytes to a new file past the page
-cache and synchronise it, 8 MiB at a time, or 4 MiB by four threads into space that was reserved.
-The bound is the bytes over the best of these rates of writing. Where state rests on NVMe, a save reads it from the same drive as well: the bound is
-then the most of read/R, written/W and (read + written)/X, X being the total while reading and writing at once. Each save is set against the bound by
-the probes of its own round; ratios are medians.
-Blocks that no file had before can be slower to write: a drive that was told that they are free ("discard") has to find room for them again. So a save
-to a new file is judged by the better of the plain programs that write one as large, and read as much as it does from another file meanwhile, or by
-the bound where that is more: "new, to plain".
+A model of bare 2048 x 2048 layers with random masters and moments is saved in two ways: "run", as a run that keeps two checkpoints does from its
+third save on, over the file of the one that was deleted last, and "new", to a new directory by `offload.save`. Each takes turns with probes of the
+drive: reads, writes and both at once by a swap file, over what was written before. The bound is the bytes over the rate of writing. Where state
+rests on NVMe, a save reads it from the same drive as well: the bound is then the most of read/R, written/W and (read + written)/X, X being the total
+while reading and writing at once. Each save is set against the bound by the probes of its own round; ratios are medians.
+
+Blocks that no file had before can be slower to write: a drive that was told that they are free ("discard") has to find room for them again, and is
+busy with it for a while; so in the turns of "run" no file is deleted, as none is between a run's saves. A save to a new file is judged by the better
+of plain programs that write one as large, past the page cache, and synchronise it: 8 MiB at a time, or 4 MiB by four threads into space that was
+reserved. Where a save reads as well, four more threads read as much from another file meanwhile. That ratio is "new, to plain".
 """
 
 from __future__ import annotations
@@ -158,34 +158,35 @@ def row(name: str, given: argparse.Namespace, where: Path, probe: measure.SwapPr
         written, read = sum(f.stat().st_size for f in target.iterdir()), runtime.stats()["moved_bytes"]["nvme_read"] - before
         for _ in range(3):
             saves["run"]()
-        calls: dict[str, Callable[[], float]] = {op: partial(probe.seconds, op) for op in measure.SWAP_OPS}
-        calls["run"] = partial(timed, saves["run"])  # before files are deleted, which a drive is busy with for a while
-        calls |= {f"plain {n}": partial(plain_seconds, where / "plain", written, memory, n) for n in PLAIN}
+        probes: dict[str, Callable[[], float]] = {op: partial(probe.seconds, op) for op in measure.SWAP_OPS}
+        plain = {f"plain {n}": partial(plain_seconds, where / "plain", written, memory, n) for n in PLAIN}
         if read:
-            calls["plain, reading"] = partial(plain_seconds, where / "plain", written, memory, PLAIN[-1], where / "probe", read)
-        taken = measure.turns(calls | {"new": partial(timed, saves["new"])}, given.rounds)
+            plain = {"plain, reading": partial(plain_seconds, where / "plain", written, memory, PLAIN[-1], where / "probe", read)}
+        taken = {
+            "run": measure.turns(probes | {"run": partial(timed, saves["run"])}, given.rounds),
+            "new": measure.turns(probes | plain | {"new": partial(timed, saves["new"])}, given.rounds),
+        }
     finally:
         runtime.close()
         for left in (target, where / "run"):
             shutil.rmtree(left, ignore_errors=True)
-    plain = ["plain, reading"] if read else [f"plain {n}" for n in PLAIN]
-    rounds = [{name: times[i] for name, times in taken.items()} for i in range(given.rounds)]
-    bounds = [bound_seconds(seconds, read, written) for seconds in rounds]
-    to_new_file = [max(bound, min(seconds[name] for name in plain)) for bound, seconds in zip(bounds, rounds, strict=True)]
-    ratios = {way: 1 / measure.ratio(taken[way], bounds) for way in saves} | {"new, to plain": 1 / measure.ratio(taken["new"], to_new_file)}
+    bounds = {way: [bound_seconds({op: t[op][i] for op in probes}, read, written) for i in range(given.rounds)] for way, t in taken.items()}
+    programs = [min(times) for times in zip(*(taken["new"][name] for name in plain), strict=True)]
+    ratios = {way: 1 / measure.ratio(t[way], bounds[way]) for way, t in taken.items()}
+    ratios["new, to plain"] = 1 / measure.ratio(taken["new"]["new"], programs)
     return {
-        "seconds": {name: statistics.median(taken[name]) for name in (*saves, *plain)}, "bound_seconds": statistics.median(bounds), "ratio": ratios,
+        "seconds": {name: statistics.median(t[name]) for t in taken.values() for name in t if name not in probes},
+        "bound_seconds": {way: statistics.median(seconds) for way, seconds in bounds.items()}, "ratio": ratios,
         "bytes_written": written, "bytes_read": read,
-        "gb_per_second": {name: measure.rate(PROBE if name in measure.SWAP_OPS else written, taken[name]) for name in taken if name not in saves},
-        "rounds": rounds, "resident_beside_base": max(peaks), "budgets": budgets, "within_budgets": max(peaks) <= budgets,
+        "gb_per_second": {way: {op: measure.rate(PROBE, t[op]) for op in probes} for way, t in taken.items()},
+        "rounds": taken, "resident_beside_base": max(peaks), "budgets": budgets, "within_budgets": max(peaks) <= budgets,
         "within_bound": {"new": ratios["new, to plain"] <= LIMIT, "run": ratios["run"] <= LIMIT},
     }  # fmt: skip
 
 
 def bound_seconds(seconds: dict[str, float], read: int, written: int) -> float:
     """By what the probes of one round took."""
-    writing = written * min(seconds["write"] / PROBE, *(seconds[f"plain {n}"] / written for n in PLAIN))
-    return max(writing, read * seconds["read"] / PROBE, (read + written) * seconds["mixed"] / PROBE if read else 0.0)
+    return max(written * seconds["write"], read * seconds["read"], (read + written) * seconds["mixed"] if read else 0.0) / PROBE
 
 
 def main() -> None:
@@ -212,10 +213,12 @@ def main() -> None:
     if not given.json:
         for name, r in rows.items():
             ways = ", ".join(f"{way} {seconds:.2f} s" for way, seconds in r["seconds"].items())
-            print(f"{name}: {r['bytes_written'] / 1e9:.2f} GB, bound {r['bound_seconds']:.2f} s; {ways}; "
+            bounds = ", ".join(f"{way} {seconds:.2f} s" for way, seconds in r["bound_seconds"].items())
+            ratios = ", ".join(f"{way} {ratio:.3f}" for way, ratio in r["ratio"].items())
+            print(f"{name}: {r['bytes_written'] / 1e9:.2f} GB; bound: {bounds}; taken: {ways}; ratios: {ratios}; "
                   f"{r['resident_beside_base'] / MIB:.0f} of {r['budgets'] / MIB:.0f} MiB")  # fmt: skip
-            print("   ratios " + ", ".join(f"{way} {ratio:.3f}" for way, ratio in r["ratio"].items()))
-            print("   " + ", ".join(f"{what} {rate:.2f}" for what, rate in r["gb_per_second"].items()) + " GB/s")
+            for way, rates in r["gb_per_second"].items():
+                print(f"   beside {way}: " + ", ".join(f"{op} {rate:.2f}" for op, rate in rates.items()) + " GB/s")
     short = [name for name, r in rows.items() if not (all(r["within_bound"].values()) and r["within_budgets"])]
     if short:
         raise SystemExit(f"over {LIMIT} times the bound, or over budgets: {', '.join(short)}")
