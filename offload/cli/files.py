@@ -113,7 +113,7 @@ def _saving(run: Path) -> list[tuple[Path, int, str]]:
 def _bytes(path: Path) -> int:
     """What a file or directory takes, which a live run may be about to rename or remove."""
     total, inside = 0, (os.path.join(top, name) for top, names, files in os.walk(path) for name in (*names, *files))
-    for file in (path, *inside):
+    for file in (str(path), *inside):
         with suppress(FileNotFoundError):
             total += os.lstat(file).st_blocks * 512
     return total
